@@ -66,8 +66,14 @@ class Progress:
             for name, value in self._extra.items()
         )
         log.info(
-            "%s: %s of %s %s, %.1f/s%s%s", self._label, f"{self._done:,}", f"{self._total:,}", self._unit, self.rate(),
-            eta, extra,
+            "%s: %s of %s %s, %.1f/s%s%s",
+            self._label,
+            f"{self._done:,}",
+            f"{self._total:,}",
+            self._unit,
+            self.rate(),
+            eta,
+            extra,
         )
 
     def _put(self) -> None:

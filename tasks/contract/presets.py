@@ -35,6 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "extract_groups": 16,
         "extract_batch_tokens": 16_384,
         "training_gpus": 8,
+        "smoke_hybrid": False,
     },
 }
 DEFAULT_PRESET = "demo"

@@ -22,6 +22,7 @@ class RunContext(BaseModel):
     try_number: int = 1
     airflow_url: str | None = None  # address of the Dag run's page
     mlflow_run_id: str | None = None
+    track: bool = True  # False: a run inside a run (the smoke stage's), not logged to MLflow
 
 
 class StageRequest(BaseModel):

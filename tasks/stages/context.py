@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime
 import logging
+import secrets
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tasks.contract.errors import IntegrityError
 from tasks.contract.receipt import Receipt, ReceiptRef
@@ -22,6 +23,9 @@ from tasks.provenance import versions
 from tasks.storage.artifact import ArtifactWriter, fetch_object, read_receipt
 from tasks.storage.base import Store
 from tasks.tracking import Tracker
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger("tasks")
 
@@ -103,6 +107,16 @@ class StageContext:
         kind = kind or self.request.stage
         return ArtifactWriter(self.store, kind, key or self.request.key(), attempt=new_attempt())
 
+    def figure(self, writer: ArtifactWriter, figure: Figure, name: str) -> None:
+        """Store a plot with the artifact (`figures/NAME`) and log it to MLflow.
+
+        A run that finds this artifact instead of making it logs the stored copy.
+        """
+        file = self.scratch() / name
+        figure.savefig(file, dpi=120, bbox_inches="tight")
+        writer.add(f"figures/{name}", file)
+        self.tracker.log_file(file, "plots")
+
     def publish(self, writer: ArtifactWriter, **fields: Any) -> Receipt:
         """Write the receipt, last. If another attempt was faster its receipt is returned and ours is swept.
 
@@ -139,8 +153,6 @@ class StageContext:
 
 def new_attempt() -> str:
     """Name of one attempt's folder: unique, so that two live attempts never write to one path."""
-    import secrets
-
     return f"{int(time.time()):x}-{secrets.token_hex(4)}"
 
 

@@ -6,7 +6,7 @@ below are the only means by which attempts that race agree on one winner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -31,7 +31,8 @@ class Store(Protocol):
     def root(self) -> str:
         """As given to `open_store`: `s3://bucket/prefix` or an absolute folder."""
 
-    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes: ...
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        """Bytes from `start`, at most `length`; fewer, or none, at the end of the object."""
 
     def read_with_tag(self, path: str) -> tuple[bytes, str]:
         """Content and tag of the same version, for a later `replace`."""
@@ -48,9 +49,11 @@ class Store(Protocol):
     def replace(self, path: str, data: bytes, tag: str) -> bool:
         """Write only if the object still has this tag (`If-Match`). False otherwise."""
 
-    def stat(self, path: str) -> ObjectInfo: ...
+    def stat(self, path: str) -> ObjectInfo:
+        """Size, tag and time of one object."""
 
-    def exists(self, path: str) -> bool: ...
+    def exists(self, path: str) -> bool:
+        """Whether an object of that path is there."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """All objects whose path starts with `prefix`, in path order, however many (paged)."""
@@ -58,6 +61,6 @@ class Store(Protocol):
     def delete(self, path: str) -> None:
         """Remove; no error if it is gone already."""
 
-    def probe(self) -> list[str]:
+    def probe(self) -> Sequence[str]:
         """Check on a scratch path that the store reads back what was written, byte for byte, refuses a second
         `create`, refuses a `replace` with a stale tag, and lists. Returns what does not hold, in words."""
