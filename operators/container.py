@@ -18,6 +18,7 @@ from operators.joblog import JobLog
 from operators.launchers import get_launcher
 from operators.launchers.base import LOG_END, Job, Launcher
 from operators.links import MlflowRunLink, ReceiptLink, mlflow_run_url
+from operators.outage import airflow_answers
 from operators.results import collect_inputs, refs_of, task_result
 from operators.verdict import JobFailed, StageFailed, airflow_error, framed, proven_receipt, result_of
 from tasks.contract.errors import ConfigurationError, FailureReport, Problem, StageError
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
 FIRST_POLL_SECONDS = 0.1
-LAST_POLL_SECONDS = 1.0
+LAST_POLL_SECONDS = 0.5
 STOP_GRACE_SECONDS = 3.0  # Airflow sends SIGKILL 5 s after SIGTERM
 
 
@@ -101,7 +102,7 @@ class ContainerTaskOperator(ResumableJobMixin, BaseOperator):
             AirflowFailException: for an error that another try would meet again.
             StageFailed: for any other.
         """
-        self._stopped = False
+        self._stopped = self._leave = False
         self._launcher: Launcher | None = None
         self._receipt: Receipt | None = None
         self._adopted = True
@@ -113,10 +114,15 @@ class ContainerTaskOperator(ResumableJobMixin, BaseOperator):
             raise airflow_error(report) from error
 
     def on_kill(self) -> None:
-        """End the job, within five seconds. `execute` is not unwound by this: its loop looks at the flag."""
+        """End the job, within five seconds; but leave it to the next try if Airflow itself is what is gone.
+
+        `execute` is not unwound by this: its loop looks at the flags. Runs in a signal handler, so it logs nothing.
+        """
         self._stopped = True
         if getattr(self, "_launcher", None) is not None and self._launcher is not None:
-            self._launcher.stop(self._request.run.job, grace=STOP_GRACE_SECONDS)
+            self._leave = not airflow_answers()
+            if not self._leave:
+                self._launcher.stop(self._request.run.job, grace=STOP_GRACE_SECONDS)
 
     def _run(self, context: Context) -> dict[str, Any]:
         self._request = request = self._build_request(context)
@@ -129,7 +135,7 @@ class ContainerTaskOperator(ResumableJobMixin, BaseOperator):
         self._forget_other_job(context)
         receipt = self.execute_resumable(context)
         # The id has served: clearing a task that succeeded is to run it again, not to adopt its old job.
-        if state := context.get("task_state_store"):
+        if (state := context.get("task_state_store")) is not None:
             state.delete(self.external_id_key)
         return self._hand_on(receipt, context)
 
@@ -202,8 +208,10 @@ class ContainerTaskOperator(ResumableJobMixin, BaseOperator):
     def _forget_other_job(self, context: Context) -> None:
         """Between two tries the inputs may have changed, and the job's name with them: the old job is not ours."""
         state = context.get("task_state_store")
-        old = state.get(self.external_id_key) if state else None
-        if state and old and old != self._request.run.job:
+        if state is None:
+            return
+        old = state.get(self.external_id_key)
+        if old and old != self._request.run.job:
             self.log.info("Job %s of an earlier try worked on other inputs; it is ended", old)
             self._the_launcher.stop(str(old), grace=STOP_GRACE_SECONDS)
             state.delete(self.external_id_key)
@@ -251,6 +259,11 @@ class ContainerTaskOperator(ResumableJobMixin, BaseOperator):
         while True:
             status = self._the_launcher.status(job)
             lines.forward()
+            if self._stopped and self._leave:
+                raise StageFailed(
+                    f"{self.stage}: this task was ended while Airflow's API did not answer; job {job} goes on and the "
+                    "next try adopts it"
+                )
             if self._stopped:
                 self._the_launcher.stop(job, grace=STOP_GRACE_SECONDS)
                 lines.forward(final=True)

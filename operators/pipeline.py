@@ -192,6 +192,9 @@ def end_mlflow_run(outcome: str, dag_run: str, run_id: str | None) -> str | None
         dag_run: Airflow's run id; finds the MLflow run of a `plan` that failed after creating it.
         run_id: MLflow's, where known.
     """
+    # A dead server must not hold the end of a Dag run up for the client's default of many minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
     from mlflow import MlflowClient  # heavy: not at parse time
 
     client = MlflowClient()

@@ -141,6 +141,7 @@ def _set_up_process() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # progress is ours: one line at a human rate
     os.environ.setdefault("MPLBACKEND", "Agg")
     signal.signal(signal.SIGTERM, _on_sigterm)
 

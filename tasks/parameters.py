@@ -24,7 +24,7 @@ def markdown_table() -> str:
 
 def _cell(value: Any) -> str:
     if value is None:
-        return "–"
+        return "-"
     if isinstance(value, list):
         return "<br>".join(f"`{item}`" for item in value)
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,7 +23,6 @@ from tasks.contract.spec import RunSpec
 from tasks.provenance import revision
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from mlflow import MlflowClient
 
 log = logging.getLogger("tasks")
@@ -41,18 +39,20 @@ class Tracker(Protocol):
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
         """Log numbers. Values that are not finite are refused (ValueError): they would be stored as something else."""
 
-    def log_params(self, values: Mapping[str, Any]) -> None: ...
+    def log_params(self, values: Mapping[str, Any]) -> None:
+        """Log short parameters, once."""
 
-    def set_tags(self, values: Mapping[str, str]) -> None: ...
+    def set_tags(self, values: Mapping[str, str]) -> None:
+        """Set or replace tags."""
 
     def has_tag(self, name: str, value: str) -> bool:
         """Whether the run has this tag with this value."""
 
-    def log_text(self, text: str, path: str) -> None: ...
+    def log_text(self, text: str, path: str) -> None:
+        """Store a text artifact."""
 
-    def log_figure(self, figure: Figure, path: str) -> None: ...
-
-    def log_file(self, file: Path, folder: str = "") -> None: ...
+    def log_file(self, file: Path, folder: str = "") -> None:
+        """Store a local file as an artifact."""
 
 
 class NullTracker:
@@ -76,9 +76,6 @@ class NullTracker:
         return False
 
     def log_text(self, text: str, path: str) -> None:
-        """Drop."""
-
-    def log_figure(self, figure: Figure, path: str) -> None:
         """Drop."""
 
     def log_file(self, file: Path, folder: str = "") -> None:
@@ -141,13 +138,6 @@ class MlflowTracker:
     def log_text(self, text: str, path: str) -> None:
         """Store a text artifact."""
         self._client.log_text(self._run, text, path)
-
-    def log_figure(self, figure: Figure, path: str) -> None:
-        """Store a plot as PNG."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / Path(path).name
-            figure.savefig(file, dpi=120, bbox_inches="tight")
-            self.log_file(file, str(Path(path).parent) if "/" in path else "plots")
 
     def log_file(self, file: Path, folder: str = "") -> None:
         """Store a local file."""

@@ -59,23 +59,21 @@ def run_demo(
     if state != "success":
         raise RunFailed(explain_failure(client, store, dag_id, run_id))
     receipts = collect_receipts(client, store, dag_id, run_id)
-    rows = [
-        *figures(receipts),
-        ("Dag run took", f"{time.monotonic() - started:.0f} s"),
-        ("Airflow run", client.run_page(dag_id, run_id)),
-        ("MLflow run", mlflow_run_url(receipts)),
-        ("Log in to Airflow", login(settings)),
-        ("Log in to MLflow", "not needed: it listens on this machine only"),
-    ]
-    print_table(rows)
+    took = ("Dag run took", f"{time.monotonic() - started:.0f} s")
+    mlflow_run = mlflow_run_url(receipts)
+    print_table([*figures(receipts), took])
+    say(f"Airflow run  {client.run_page(dag_id, run_id)}\n             log in as {login(settings)}")
+    say(f"MLflow run   {mlflow_run}\n             no login: it listens on this machine only")
 
 
 def connect_store(settings: Settings) -> Store:
     """The artifact store of these services, opened from this process."""
     from tasks.storage import open_store
 
-    os.environ.update(settings.pipeline_environment())  # boto3 takes its keys from there
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = settings.inherited["NO_PROXY"]
+    # boto3 takes its keys from there. Replaced and not extended: the caller's AWS_PROFILE would come in between.
+    wanted = settings.process_environment(settings.pipeline_environment())
+    os.environ.clear()
+    os.environ.update(wanted)
     return open_store(settings.store_root)
 
 
@@ -154,14 +152,14 @@ def _log_end(client: AirflowClient, dag_id: str, run_id: str, entry: Mapping[str
 
 
 def print_table(rows: list[tuple[str, str]]) -> None:
-    """Two columns; addresses are never cut."""
+    """Two columns, as wide as they need, whatever the terminal's width: nothing is cut."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(show_header=False, title="The drafter", title_justify="left")
     table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    table.add_column()
     for row in rows:
         table.add_row(*row)
-    width = max(len(a) + len(b) for a, b in rows) + 7
+    width = max(len(name) for name, _ in rows) + max(len(value) for _, value in rows) + 7  # borders and padding
     Console(width=width, highlight=False, markup=False).print(table)

@@ -96,9 +96,10 @@ def progress_objects(store: Store, run_id: str) -> Iterator[dict[str, Any]]:
 
 def progress_line(progress: dict[str, Any]) -> str:
     """One progress object in words: `extract: 1,024 of 4,096 samples, 33.1/s, 1 min 33 s left, loss 2.3`."""
-    text = f"{progress['label']}: {progress['done']:,} of {progress['total']:,} {progress['unit']}, {progress['rate']:.1f}/s"
+    done, total, rate = progress["done"], progress["total"], progress["rate"]
+    text = f"{progress['label']}: {done:,} of {total:,} {progress['unit']}, {rate:.1f}/s"
     left = progress["seconds_left"]
-    if left and progress["done"] < progress["total"]:
+    if left and done < total:
         minutes, seconds = divmod(round(left), 60)
         text += f", {minutes} min {seconds:02} s left" if minutes else f", {seconds} s left"
     for name, value in progress.items():

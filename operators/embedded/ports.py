@@ -141,14 +141,19 @@ def resolve(record: Path, given: Mapping[str, str], ours: Collection[int]) -> di
     for name in VARIABLES:
         if name not in ports:
             kept = earlier.get(name)
-            ours_already = kept is not None and bool(holders(kept)) and holders(kept) <= set(ours)
-            usable = kept is not None and kept not in ports.values() and (ours_already or not _occupied(name, kept))
-            ports[name] = kept if usable else _draw(name, ports.values())
+            if kept is None or kept in ports.values() or not _usable(name, kept, ours):
+                kept = _draw(name, ports.values())
+            ports[name] = kept
     if ports != earlier:
         temporary = record.with_suffix(".new")
         temporary.write_text(json.dumps(ports, indent=1))
         temporary.replace(record)
     return ports
+
+
+def _usable(name: str, port: int, ours: Collection[int]) -> bool:
+    """Whether a service of ours could listen there, or does."""
+    return all(holders(number) and holders(number) <= set(ours) for number in _occupied(name, port))
 
 
 def _named(name: str, variable: str, text: str, ours: Collection[int], others: Mapping[str, int]) -> int:

@@ -7,8 +7,6 @@ import hashlib
 import json
 import shutil
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -16,7 +14,7 @@ from pathlib import Path
 
 from operators.embedded.airflow_client import AirflowClient, ApiError, request_json
 from operators.embedded.errors import EmbeddedError
-from operators.embedded.ports import LOOPBACK
+from operators.embedded.ports import GRPC_OFFSET, LOOPBACK
 from operators.embedded.settings import ADMIN, ARTIFACT_BUCKET, GPU_POOL, MLFLOW_BUCKET, Settings
 
 Check = Callable[[float], str | None]  # (time of the start) -> what is wrong, None if nothing
@@ -108,11 +106,19 @@ def _s3(settings: Settings) -> Service:
         name=S3,
         title="S3 (SeaweedFS)",
         command=command,
-        environment={**settings.base_environment(), "TMPDIR": "."},  # its other sockets, likewise
+        environment=settings.base_environment(),
         check=lambda _: check_s3(settings.s3_url),
         address=settings.s3_url,
         prepare=lambda: create_buckets(settings),
     )
+
+
+def remove_s3_sockets(ports: Mapping[str, int]) -> None:
+    """Remove the gRPC sockets that SeaweedFS puts into /tmp (fixed in its code) and leaves there when it is killed."""
+    for part, name in (("master", "s3_master"), ("volume", "s3_volume"), ("filer", "s3_filer"), ("s3", "s3")):
+        path = Path(f"/tmp/seaweedfs-{part}-grpc-{ports[name] + GRPC_OFFSET}.sock")
+        if path.is_socket():
+            path.unlink()
 
 
 def check_s3(url: str) -> str | None:

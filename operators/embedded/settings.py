@@ -74,34 +74,42 @@ class Home:
 
     @property
     def credentials_file(self) -> Path:
+        """Everything secret; its presence means that this is a state folder."""
         return self.path / "credentials.json"
 
     @property
     def ports_file(self) -> Path:
+        """The ports chosen."""
         return self.path / "ports.json"
 
     @property
     def records(self) -> Path:
+        """Folder of the process records."""
         return self.path / "processes"
 
     @property
     def logs(self) -> Path:
+        """Folder of what the services print."""
         return self.path / "logs"
 
     @property
     def airflow(self) -> Path:
+        """AIRFLOW_HOME: database, task logs, passwords."""
         return self.path / "airflow"
 
     @property
     def mlflow(self) -> Path:
+        """Folder of MLflow's database."""
         return self.path / "mlflow"
 
     @property
     def s3(self) -> Path:
+        """Folder of the objects in S3."""
         return self.path / "s3"
 
     @property
     def passwords_file(self) -> Path:
+        """Airflow's users and passwords."""
         return self.airflow / "passwords.json"
 
     def create(self) -> None:
@@ -200,18 +208,22 @@ class Settings:
 
     @property
     def airflow_url(self) -> str:
+        """Address of Airflow: interface and API."""
         return f"http://{LOOPBACK}:{self.ports['airflow']}"
 
     @property
     def mlflow_url(self) -> str:
+        """Address of MLflow."""
         return f"http://{LOOPBACK}:{self.ports['mlflow']}"
 
     @property
     def s3_url(self) -> str:
+        """Endpoint of the S3 server."""
         return f"http://{LOOPBACK}:{self.ports['s3']}"
 
     @property
     def store_root(self) -> str:
+        """Root of the artifact store."""
         return f"s3://{ARTIFACT_BUCKET}/pipeline"
 
     def s3_environment(self) -> dict[str, str]:

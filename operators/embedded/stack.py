@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,19 @@ START_SECONDS = 240.0
 STOP_SECONDS = 15.0
 # SeaweedFS closes its streams for 15 s before it ends by itself; its data are on disk by then.
 S3_STOP_SECONDS = 25.0
-_OURS = ("airflow", "mlflow", "s3", "logs", "processes", "run", "credentials.json", "ports.json", "s3.json", "lock")
+_OURS = (
+    "airflow",
+    "mlflow",
+    "s3",
+    "logs",
+    "processes",
+    "jobs",
+    "run",
+    "credentials.json",
+    "ports.json",
+    "s3.json",
+    "lock",
+)
 
 
 @contextlib.contextmanager
@@ -177,7 +190,9 @@ def _death(service: Service, record: Record) -> str:
 # ---- stop -----------------------------------------------------------------------------------------------------------
 
 
-def stop(environment: Mapping[str, str], *, grace_seconds: float = STOP_SECONDS) -> int:
+def stop(
+    environment: Mapping[str, str], *, grace_seconds: float = STOP_SECONDS, s3_grace_seconds: float = S3_STOP_SECONDS
+) -> int:
     """End everything that was started from this state folder, and nothing else.
 
     Stages and Airflow first, the store last: what is interrupted may still write its checkpoint.
@@ -189,7 +204,7 @@ def stop(environment: Mapping[str, str], *, grace_seconds: float = STOP_SECONDS)
     if home.read_credentials() is None:
         return 0
     with _locked(home):
-        return _stop_all(home, grace_seconds, S3_STOP_SECONDS)
+        return _stop_all(home, grace_seconds, s3_grace_seconds)
 
 
 def _stop_all(home: Home, grace_seconds: float, s3_grace_seconds: float) -> int:
@@ -202,6 +217,8 @@ def _stop_all(home: Home, grace_seconds: float, s3_grace_seconds: float) -> int:
 
     count = end(all_but_store, grace_seconds)
     count += end(home.processes, s3_grace_seconds)
+    if store:
+        services_module.remove_s3_sockets(json.loads(home.ports_file.read_text()))
     for name in records:
         (home.records / f"{name}.json").unlink(missing_ok=True)
     return count

@@ -115,6 +115,7 @@ class FailureReport(BaseModel):
 
     @classmethod
     def of(cls, stage: str, error: BaseException) -> FailureReport:
+        """The report of an error; an error that is not a `StageError` is a defect of ours and may be retried."""
         if isinstance(error, StageError):
             fields = [p.field for p in error.problems] if isinstance(error, ConfigurationError) else []
             code, retryable = error.exit_code, error.retryable

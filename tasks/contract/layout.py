@@ -14,14 +14,17 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def artifact_prefix(kind: str, key: str) -> str:
+    """Folder of one artifact."""
     return f"{kind}/{key}"
 
 
 def receipt_path(kind: str, key: str) -> str:
+    """The receipt of one artifact."""
     return f"{kind}/{key}/{RECEIPT}"
 
 
 def object_path(kind: str, key: str, attempt: str, name: str) -> str:
+    """One object of one attempt at an artifact."""
     return f"{kind}/{key}/{attempt}/{name}"
 
 
@@ -32,10 +35,12 @@ def run_folder(run_id: str) -> str:
 
 
 def progress_path(run_id: str, task: str) -> str:
+    """Progress of one task of a run: replaced while it works."""
     return f"{run_folder(run_id)}/progress/{task}.json"
 
 
 def failure_path(run_id: str, job: str) -> str:
+    """Why the last try of a job failed."""
     return f"{run_folder(run_id)}/failures/{job}.json"
 
 
@@ -45,4 +50,5 @@ def latest_checkpoint_path(train_key: str) -> str:
 
 
 def checkpoint_prefix(train_key: str, attempt: str, step: int) -> str:
+    """Folder of one checkpoint of one attempt at a training."""
     return f"train/{train_key}/{attempt}/checkpoint-{step:08d}"

@@ -61,6 +61,7 @@ class Receipt(BaseModel):
         return metrics
 
     def to_bytes(self) -> bytes:
+        """What is stored: canonical JSON."""
         return canonical_json(self.model_dump(mode="json"))
 
     def digest(self) -> str:
@@ -68,6 +69,7 @@ class Receipt(BaseModel):
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def ref(self) -> ReceiptRef:
+        """Reference that another task starts from."""
         return ReceiptRef(kind=self.kind, key=self.key, identity=self.identity, digest=self.digest())
 
     def object(self, name: str) -> StoredObject:

@@ -37,4 +37,5 @@ class StageRequest(BaseModel):
     run: RunContext
 
     def key(self) -> str:
+        """Content key of the result asked for."""
         return stage_key(self.stage, self.spec, self.inputs, self.args, self.run.run_id)

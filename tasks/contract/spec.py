@@ -94,7 +94,7 @@ class RunSpec(BaseModel):
         "every_turn",
         "Data",
         "Supervised turns",
-        "Which assistant turns train the drafter. Every turn becomes a row of its own where the template rewrites history.",
+        "Which assistant turns train the drafter. Each is a row of its own where the template rewrites history.",
         stages=("tokenize",),
     )
     validation_share: float = _field(
@@ -110,7 +110,7 @@ class RunSpec(BaseModel):
         6144,
         "Data",
         "Shard size",
-        "Mean tokens of a shard; boundaries follow the content, between a half and twice this.",
+        "Mean tokens of a shard; boundaries follow the content, half to twice this.",
         stages=("assemble",),
         ge=256,
     )
@@ -222,8 +222,8 @@ class RunSpec(BaseModel):
         None,
         "Drafter",
         "Mask token id",
-        "Fills the positions to be predicted. A row of the target's embedding that occurs in no sample, neither pad nor "
-        "end token. Empty: the published id where there is one, else an unused one.",
+        "Fills the positions to be predicted. A row of the target's embedding that occurs in no sample, neither pad "
+        "nor end token. Empty: the published id where there is one, else an unused one.",
         stages=(*_DRAFTER, "assemble", "measure"),
         ge=0,
     )
@@ -338,8 +338,8 @@ class RunSpec(BaseModel):
         True,
         "Execution",
         "Smoke test a hybrid too",
-        "The smoke stage also runs the complete chain on a tiny random hybrid target, whose recurrent state must be rolled "
-        "back right.",
+        "The smoke stage also runs the complete chain on a tiny random hybrid target, whose recurrent state must be "
+        "rolled back right.",
         stages=("smoke",),
     )
     training_gpus: int = _field(1, "Execution", "GPUs for training", "Processes of the training task.", ge=1, le=64)

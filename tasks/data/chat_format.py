@@ -57,34 +57,45 @@ def detect_format(row: dict[str, Any]) -> ChatFormat:
             return ChatFormat.ALPACA
     if _first_of(row, _PROMPTS) and _first_of(row, _ANSWERS):
         return ChatFormat.PROMPT_COMPLETION
+    raise _not_recognised(row)
+
+
+def _not_recognised(row: dict[str, Any]) -> RowRejected:
     keys = ", ".join(list(row)[:_MAXIMUM_KEYS_SHOWN])
-    if any(name in row and row[name] == [] for name in _MESSAGE_LISTS):
-        raise RowRejected(RejectReason.NO_ANSWER, "an empty list of messages")
+    for name in _MESSAGE_LISTS:
+        if row.get(name) == []:
+            return RowRejected(RejectReason.NO_ANSWER, f"field {name!r} is an empty list")
+        if isinstance(row.get(name), list):
+            detail = f"the items of field {name!r} have no 'role' (nor 'from'): write them as messages"
+            return RowRejected(RejectReason.UNKNOWN_FORMAT, detail)
+    if "replies" in row or isinstance(row.get("prompt"), dict):
+        detail = 'a tree of messages: write each path from the root as a row {"messages": [...]}'
+        return RowRejected(RejectReason.UNKNOWN_FORMAT, detail)
     if prompt := _first_of(row, _PROMPTS):
-        raise RowRejected(
+        return RowRejected(
             RejectReason.NO_ANSWER,
             f"field {prompt!r} is a prompt, and none of {', '.join(_ANSWERS)} answers it (fields: {keys})",
         )
-    raise RowRejected(
+    return RowRejected(
         RejectReason.UNKNOWN_FORMAT,
         f"fields {keys}; expected messages, conversations, instruction and output, or prompt and completion",
     )
 
 
-def parse_row(row: dict[str, Any]) -> tuple[ChatFormat, list[Conversation]]:
-    """The conversations of one row: one, except where a row holds several answers.
+def parse_row(row: dict[str, Any], chat_format: ChatFormat | None = None) -> list[Conversation]:
+    """The conversations of one row (in the format found, if none is given): one, but for rows with several answers.
 
     Raises:
         RowRejected: with the reason and what was found.
     """
-    chat_format = detect_format(row)
+    chat_format = chat_format or detect_format(row)
     tools = normalize_tools(row.get("tools", row.get("functions")))
     origin = "greedy" if row.get("origin") == "greedy" else "data"
     conversations = []
     for raw in _raw_conversations(row, chat_format):
         messages, trained = _normalize(raw)
         conversations.append(Conversation(messages, tools, origin, trained))
-    return chat_format, conversations
+    return conversations
 
 
 def repair_unicode(value: Any) -> tuple[Any, bool]:

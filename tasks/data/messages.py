@@ -36,14 +36,15 @@ def normalize_message(raw: Any, index: int) -> tuple[Message, bool]:
     if not isinstance(raw, dict):
         raise RowRejected(RejectReason.UNKNOWN_FORMAT, f"message {index} is a {type(raw).__name__}, not an object")
     given = raw.get("role", raw.get("from"))
-    role = ROLE_ALIASES.get(given.lower()) if isinstance(given, str) else None
+    alias = given.lower() if isinstance(given, str) else ""
+    role = ROLE_ALIASES.get(alias)
     if role is None:
         raise RowRejected(
             RejectReason.UNKNOWN_ROLE, f"role {given!r} of message {index}; known roles: {', '.join(ROLE_ALIASES)}"
         )
     content = next((raw[name] for name in ("content", "value", "text") if name in raw), None)
     calls = _calls_of(raw, index)
-    if given.lower() in _CALL_ROLES and not calls:
+    if alias in _CALL_ROLES and not calls:
         calls, content = normalize_calls(content, index), None
     text, reasoning, part_calls = _flatten(content, index)
     message: Message = {"role": role, "content": text}

@@ -52,9 +52,11 @@ def read_rows(source: SourceFile, on_bytes: Callable[[int], None] | None = None)
 def _rows_of_file(path: Path, uri: str, on_bytes: Callable[[int], None] | None) -> Iterator[Row]:
     if path.name.lower().endswith(".parquet"):
         yield from _parquet_rows(path, uri)
+        if on_bytes:
+            on_bytes(path.stat().st_size)
         return
     with path.open("rb") as raw:
-        stream = _decompressed(_CountingReader(raw, on_bytes) if on_bytes else raw, path.name)
+        stream = _decompressed(cast(BinaryIO, _CountingReader(raw, on_bytes)) if on_bytes else raw, path.name)
         try:
             yield from _merge_messages(_json_rows(stream, uri))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -69,10 +71,9 @@ def _json_rows(stream: BinaryIO, uri: str) -> Iterator[Row]:
     text = text.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text.startswith(b"["):
         # A list may be one line of many GiB, so it is not read to the line's end.
-        following = _next_line(reader, line + 1) if text.endswith(b"\n") else None
-        parsed = following and following[1] and not isinstance(_decode(text, line)[1], Rejection)
-        if not parsed:
-            yield from _list_rows(text + (following[1] if following else b""), reader, uri)
+        following = _next_line(reader, line + 1) if text.endswith(b"\n") else (line, b"")
+        if not following[1] or isinstance(_decode(text, line)[1], Rejection):
+            yield from _list_rows(text + following[1], reader, uri)
             return
     else:
         text += b"" if text.endswith(b"\n") else reader.readline()
@@ -91,7 +92,7 @@ def _json_rows(stream: BinaryIO, uri: str) -> Iterator[Row]:
 
 
 def _next_line(reader: io.BufferedReader, line: int, whole: bool = False) -> tuple[int, bytes]:
-    """The next line that is not blank (at most `_CHUNK` bytes of it unless `whole`), with its number; b"" at the end."""
+    """The next line that is not blank, with its number; b"" at the end. At most `_CHUNK` bytes of it unless `whole`."""
     while data := reader.readline(-1 if whole else _CHUNK):
         if data.removeprefix(b"\xef\xbb\xbf").strip():
             return line, data

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from tasks.contract.errors import ConfigurationError, DataError, Problem
+from tasks.contract.receipt import canonical_json
 from tasks.data.chat_format import Conversation
 from tasks.data.messages import Message
 from tasks.data.rejection import RejectReason, RowRejected
@@ -24,9 +24,9 @@ from tasks.data.rejection import RejectReason, RowRejected
 _RENDER_ERRORS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE_ANSWER = "Qx7Zk"
-_PROBE = [{"role": "user", "content": "Name one."}, {"role": "assistant", "content": _PROBE_ANSWER}]
+_PROBE: list[Message] = [{"role": "user", "content": "Name one."}, {"role": "assistant", "content": _PROBE_ANSWER}]
 _PROBE_CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"a": 1}}}
-_PROBE_TOOLS = [
+_PROBE_TOOLS: list[Message] = [
     *_PROBE[:1],
     {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
     {"role": "tool", "content": "1", "name": "look_up"},
@@ -295,7 +295,7 @@ class ChatTemplate:
 
 def template_digest(tokenizer: Any) -> str:
     """SHA-256 of a tokenizer's chat template(s)."""
-    return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(canonical_json(tokenizer.chat_template)).hexdigest()
 
 
 def _merge(turns: list[RenderedSample]) -> list[RenderedSample]:

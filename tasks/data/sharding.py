@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
@@ -29,7 +30,7 @@ def shard_bounds(sample_ids: Sequence[bytes], lengths: Sequence[int], mean_token
     reach = mean_tokens / 2
     cuts = [0, *_local_minima(sample_ids, starts, reach), len(sample_ids)]
     bounds: list[tuple[int, int]] = []
-    for first, end in zip(cuts, cuts[1:], strict=False):
+    for first, end in itertools.pairwise(cuts):
         bounds += _cut_long(first, end, sample_ids, starts, reach, 2 * mean_tokens)
     return bounds
 

@@ -33,11 +33,10 @@ from torch import Tensor
 
 from tasks.contract.errors import IntegrityError
 from tasks.contract.layers import LAYER_CONVENTION
-from tasks.data.token_shard import Sample
+from tasks.data.token_shard import ORIGINS, Sample
 
 PART_BYTES = 1 << 30
 LAST_HIDDEN = ("none", "pre_norm", "post_norm")
-ORIGINS = ("data", "greedy")
 
 _DTYPES = {"bfloat16": (torch.bfloat16, "BF16", 2), "float32": (torch.float32, "F32", 4)}
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -358,7 +357,7 @@ class StatesPart:
         expected |= {"origin", "hidden_states"} | ({"last_hidden"} if self.header.last_hidden != "none" else set())
         if names != expected:
             raise IntegrityError(
-                f"{self.path.name}: missing tensors {sorted(expected - names)}, unknown tensors {sorted(names - expected)}"
+                f"{self.path.name}: missing tensors {sorted(expected - names)}, unknown {sorted(names - expected)}"
             )
         shape = self._shapes["hidden_states"]
         if len(shape) != 3 or shape[1] != len(self.header.layer_ids):

@@ -194,7 +194,7 @@ class TokenShardFile:
         tokens = self._file.get_slice("input_ids").get_shape()[0]
         if self.offsets[0] != 0 or self.offsets[-1] != tokens or (np.diff(self.offsets) < 1).any():
             raise self._error(f"offsets do not rise from 0 to the {tokens} tokens")
-        if len(self) and not (0 <= self._slice_id.min() and self._slice_id.max() < len(self.slices)):
+        if len(self) and not (self._slice_id.min() >= 0 and self._slice_id.max() < len(self.slices)):
             raise self._error(f"slice ids beyond the {len(self.slices)} slices {self.slices}")
         if len(self) and self._origin.max() >= len(ORIGINS):
             raise self._error(f"origin {self._origin.max()}, expected 0 ({ORIGINS[0]}) or 1 ({ORIGINS[1]})")

@@ -150,8 +150,9 @@ class AcceptanceCount:
 
     @property
     def mean_of_prompt_means(self) -> float:
-        """Mean over prompts of each prompt's own emitted / steps (what z-lab's benchmark prints). Prompts without a step
-        have no mean and are left out.
+        """Mean over prompts of each prompt's own emitted / steps (what z-lab's benchmark prints).
+
+        Prompts without a step have no mean and are left out.
 
         Raises:
             NoVerificationSteps: if no prompt has a step.
@@ -221,12 +222,14 @@ def merge(counts: Iterable[AcceptanceCount], block_size: int) -> AcceptanceCount
 
 
 def expected_accepted_drafts(accuracies: Sequence[float]) -> float:
-    """Proxy from validation: expected accepted draft tokens if position k is right with probability `accuracies[k - 1]`,
-    given that all before it were. Leaves the target's own token out: add 1 to compare with an acceptance length."""
+    """Proxy from validation: expected accepted draft tokens if position k is right with probability accuracies[k - 1].
+
+    Each accuracy is given that all positions before it were right. The target's own token is left out: add 1 to compare
+    with an acceptance length.
+    """
     return float(sum(itertools.accumulate(accuracies, lambda product, accuracy: product * accuracy)))
 
 
 def proxy_acceptance_length(accuracies: Sequence[float]) -> float:
-    """`expected_accepted_drafts` with the always-emitted token: comparable with, and never logged as, measured
-    acceptance."""
+    """`expected_accepted_drafts` plus 1: comparable with measured acceptance, never logged under its name."""
     return 1.0 + expected_accepted_drafts(accuracies)

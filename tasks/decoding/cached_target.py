@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +26,8 @@ class CachedTarget:
     def __init__(self, target: Target) -> None:
         self._model: Any = target.model
         self._model_type = str(getattr(target.config, "model_type", type(target.model).__name__))
-        self._device = next(target.model.parameters()).device
-        self._parameters = _forward_parameters(type(target.model))
+        self._device = target.device
+        self._parameters = _parameters(target)
         self.cache: Cache | None = None
         self.length = 0
 
@@ -58,6 +57,7 @@ class CachedTarget:
 
     def forward(self, ids: Sequence[int]) -> Tensor:
         """Append tokens. Returns the logits after each of them, [tokens, vocabulary] fp32."""
+        # `cache` replaced `past_key_values` in the course of transformers 5; both are taken as long as both exist.
         name = "cache" if "cache" in self._parameters else "past_key_values"
         output = self._model(input_ids=self._tensor(ids), use_cache=True, **{name: self.cache})
         self.length += len(ids)
@@ -73,6 +73,14 @@ class CachedTarget:
         return torch.tensor([list(ids)], dtype=torch.long, device=self._device)
 
 
+def plain_logits(target: Target, ids: Sequence[int], last: int) -> Tensor:
+    """Logits after each of the last `last` tokens, from one forward without a cache: [last, vocabulary], its dtype."""
+    kept = {"logits_to_keep": last} if "logits_to_keep" in _parameters(target) else {}
+    output = target.model(input_ids=torch.tensor([list(ids)], device=target.device), use_cache=False, **kept)
+    logits: Tensor = output.logits[0, -last:]
+    return logits
+
+
 def choose(logits: Tensor) -> list[int]:
     """Greedy choice in each row of [tokens, vocabulary]: the largest logit, the lowest id among equal ones.
 
@@ -82,7 +90,5 @@ def choose(logits: Tensor) -> list[int]:
     return [int(token) for token in logits.argmax(dim=-1).tolist()]
 
 
-@lru_cache(maxsize=16)
-def _forward_parameters(model_class: type) -> frozenset[str]:
-    # `cache` replaced `past_key_values` in the course of transformers 5; both are taken as long as both exist.
-    return frozenset(inspect.signature(model_class.forward).parameters)
+def _parameters(target: Target) -> frozenset[str]:
+    return frozenset(inspect.signature(type(target.model).forward).parameters)

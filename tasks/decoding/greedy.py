@@ -48,9 +48,7 @@ def greedy_decode(target: Target, prompt_ids: Sequence[int], *, max_new_tokens: 
         logits = decoder.forward(tokens[-1:])[-1]
         tokens += choose(logits[None])
         margins.append(_margin(logits))
-    return GreedyText(
-        tokens, margins, tokens[-1] in target.eos_ids, prefilled - start, decoder.seconds() - prefilled
-    )
+    return GreedyText(tokens, margins, tokens[-1] in target.eos_ids, prefilled - start, decoder.seconds() - prefilled)
 
 
 def _margin(logits: torch.Tensor) -> float:

@@ -1,8 +1,8 @@
-"""Is the text of speculative decoding the target's own? Exact in fp32, within a stated logit margin in reduced precision.
+"""Is the text of speculative decoding the target's own? Exact in fp32, within a logit margin in reduced precision.
 
-In bfloat16 a forward over one token and one over a block round differently, so a near tie between the two best tokens can
-fall either way without any fault; from there on the texts differ. There the check is teacher forcing: one plain forward
-over prompt and text, in which each emitted token must be the target's first choice or within the margin of it.
+In bfloat16 a forward over one token and one over a block round differently, so a near tie between the two best tokens
+can fall either way without any fault; from there on the texts differ. There the check is teacher forcing: one plain
+forward over prompt and text, in which each emitted token must be the target's first choice or within the margin of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tasks.contract.errors import DecodingMismatch
-from tasks.decoding.cached_target import choose
+from tasks.decoding.cached_target import choose, plain_logits
 
 if TYPE_CHECKING:
     from tasks.target.loading import Target
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Logits of a bf16 forward carry 8 bits: two forwards of one model differ by up to about 1/32 of the largest logit after
 # a few dozen layers. What is off by more is not rounding.
 RELATIVE_MARGIN = 1 / 32
+_ROWS = 256  # rows of logits in fp32 at a time
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,11 @@ def check_exact(prompt_id: str, prompt_length: int, found: Sequence[int], expect
 
 @torch.inference_mode()
 def check_within_margin(
-    target: Target, prompt_id: str, prompt_ids: Sequence[int], found: Sequence[int], expected: Sequence[int],
+    target: Target,
+    prompt_id: str,
+    prompt_ids: Sequence[int],
+    found: Sequence[int],
+    expected: Sequence[int],
     relative_margin: float = RELATIVE_MARGIN,
 ) -> TextCheck:
     """Teacher forcing: every emitted token is the first choice of a plain forward, or nearly.
@@ -72,27 +77,29 @@ def check_within_margin(
         prompt_ids: the prompt.
         found: text of speculative decoding.
         expected: text of plain greedy decoding.
-        relative_margin: allowed distance to the largest logit, as a share of the largest absolute logit at that position.
+        relative_margin: allowed distance to the largest logit, as a share of the largest absolute logit there.
 
     Raises:
         DecodingMismatch: naming the prompt, the position, both tokens and the distance.
     """
-    device = next(target.model.parameters()).device
-    ids = torch.tensor([[*prompt_ids, *found]], device=device)
-    output = target.model(input_ids=ids, use_cache=False)
-    logits = output.logits[0, len(prompt_ids) - 1 : -1].float()
-    best = choose(logits)
-    tokens = torch.tensor(found, device=device)
-    gaps = (logits.max(dim=-1).values - logits.gather(1, tokens[:, None])[:, 0]).tolist()
-    margins = (relative_margin * logits.abs().max(dim=-1).values).tolist()
+    logits = plain_logits(target, [*prompt_ids, *found], len(found) + 1)[:-1]
+    best: list[int] = []
+    gaps: list[float] = []
+    margins: list[float] = []
+    tokens = torch.tensor(list(found), device=logits.device)
+    for rows, emitted in zip(logits.split(_ROWS), tokens.split(_ROWS), strict=True):
+        values = rows.float()
+        best += choose(values)
+        gaps += (values.amax(dim=-1) - values.gather(1, emitted[:, None])[:, 0]).tolist()
+        margins += (relative_margin * values.abs().amax(dim=-1)).tolist()
     near = 0
     for index, (token, gap, margin) in enumerate(zip(found, gaps, margins, strict=True)):
         if gap > margin:
             raise DecodingMismatch(
                 f"prompt {prompt_id}: answer token {index} (position {len(prompt_ids) + index}) is {token} in "
-                f"speculative decoding and {best[index]} in a plain forward over the same text, {gap:.4g} logits apart; "
-                f"expected at most {margin:.4g} (near ties in reduced precision): verification or rollback is not exact "
-                "on this target"
+                f"speculative decoding and {best[index]} in a plain forward over the same text, {gap:.4g} logits "
+                f"apart; expected at most {margin:.4g} (near ties in reduced precision): verification or rollback is "
+                "not exact on this target"
             )
         near += token != best[index]
     return TextCheck(list(found) == list(expected), near, max(gaps), max(margins))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tasks.decoding.cached_target import choose
 
@@ -40,12 +41,18 @@ class Proposer(Protocol):
 
 
 class DrafterProposer:
-    """A DFlash drafter with its cache, on the target's embedding and head."""
+    """A DFlash drafter with its cache, on the target's embedding and head.
+
+    Attributes:
+        head_weight: [vocabulary, H] of the target's head.
+        embedding_weight: [vocabulary, H] what the target's embedding module gives for each id.
+    """
 
     def __init__(self, drafter: DFlashDrafter, target: Target) -> None:
-        self._drafter, self._embedding, self._head = drafter, target.embedding, target.head
+        self._drafter = drafter
         self.block_size = drafter.config.block_size
         self.layer_ids: Sequence[int] = drafter.config.target_layer_ids
+        self.head_weight, self.embedding_weight = head_weight(target), embedding_weight(target)
         self._dtype = next(drafter.parameters()).dtype
         self._device = next(drafter.parameters()).device
         self._masked = torch.full((1, self.block_size), drafter.config.mask_token_id, device=self._device)
@@ -62,10 +69,23 @@ class DrafterProposer:
         assert states is not None, "a drafter reads states: its layer_ids are never empty"
         block = self._masked.clone()
         block[0, 0] = anchor
-        embeddings = self._embedding(block).to(self._dtype)
+        embeddings = functional.embedding(block, self.embedding_weight).to(self._dtype)
         hidden = self._drafter.draft(self._cache, states.to(self._device, self._dtype), embeddings, position)
-        head_dtype = next(self._head.parameters()).dtype
-        return choose(self._head(hidden[0, 1:].to(head_dtype)))
+        return choose(functional.linear(hidden[0, 1:].to(self.head_weight.dtype), self.head_weight))
+
+
+def head_weight(target: Target) -> Tensor:
+    """[vocabulary, H] of the target's head."""
+    return cast(Tensor, target.head.weight)
+
+
+def embedding_weight(target: Target) -> Tensor:
+    """[vocabulary, H] what the target's embedding module gives for each id: its weight, scaled where the module scales
+    (Gemma)."""
+    if type(target.embedding) is nn.Embedding:
+        return target.embedding.weight
+    with torch.no_grad():
+        return cast(Tensor, target.embedding(torch.arange(target.vocab_size, device=target.device)))
 
 
 class ScriptedProposer:

@@ -1,13 +1,13 @@
 """Replay: the acceptance of real greedy decoding, from stored states and the target's own text, without the target.
 
-Speculative decoding is lossless, so the text is known beforehand, and with it what the target answers to every draft. Only
-the drafter runs: all anchors of an answer in one pass, then a walk over the steps that real decoding would make. Equal to
-real decoding step by step in fp32; in reduced precision near ties may differ.
+Speculative decoding is lossless, so the text is known beforehand, and with it what the target answers to every draft.
+Only the drafter runs: all anchors of an answer in one pass, then a walk over the steps that real decoding would make.
+Equal to real decoding step by step in fp32; in reduced precision near ties may differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ class ReferenceSequence:
     Attributes:
         input_ids: [T] int64, prompt and answer, the end token included where one came.
         prompt_length: tokens of the prompt.
-        states: [T, K, H] states of the captured layers, in the stored dtype.
+        load_states: reads `states`; they stay in the file until then.
         slice: name of the slice the prompt belongs to.
         ended: whether the answer ends with an end token (otherwise it reached the limit).
         prompt_id: name of the prompt.
@@ -42,12 +42,17 @@ class ReferenceSequence:
 
     input_ids: Tensor
     prompt_length: int
-    states: Tensor
+    load_states: Callable[[], Tensor]
     slice: str
     ended: bool
     prompt_id: str
     limit: int
     margins: Tensor
+
+    @property
+    def states(self) -> Tensor:
+        """[T, K, H] states of the captured layers, in the stored dtype; read anew at each access."""
+        return self.load_states()
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -134,8 +139,3 @@ def _drafts(
             tokens += choose(functional.linear(rows, head_weight))
         drafts += [tokens[i : i + block_size - 1] for i in range(0, len(tokens), block_size - 1)]
     return drafts
-
-
-def same_steps(left: Sequence[Step], right: Sequence[Step]) -> bool:
-    """Whether two runs made the same steps with the same accepted counts."""
-    return list(left) == list(right)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tasks.decoding.cache_rollback import CacheRollback
-from tasks.decoding.cached_target import CachedTarget
+from tasks.decoding.cached_target import CachedTarget, plain_logits
 
 if TYPE_CHECKING:
     from tasks.target.loading import Target
@@ -69,8 +69,7 @@ def probe_verification(target: Target, prompt_ids: Sequence[int], block_size: in
     plain = CachedTarget(target)
     plain.prefill(head)
     expected = torch.cat([plain.forward([token]) for token in tail])
-    uncached = target.model(input_ids=torch.tensor([ids], device=target.device), use_cache=False)
-    rounding = _distance(uncached.logits[0, -block:].float(), expected)
+    rounding = _distance(plain_logits(target, ids, block).float(), expected)
 
     cached = CachedTarget(target)
     cached.prefill(head)
@@ -94,7 +93,11 @@ def probe_verification(target: Target, prompt_ids: Sequence[int], block_size: in
         log.warning(
             "target %s: a cached forward over %d tokens is off by %.2g, after a rollback by %.2g (relative L2 of the "
             "logits; %.2g allowed): drafts are verified token by token, exactly but without a speedup",
-            getattr(target.config, "model_type", "?"), block, block_distance, rollback_distance, tolerance,
+            getattr(target.config, "model_type", "?"),
+            block,
+            block_distance,
+            rollback_distance,
+            tolerance,
         )
     return probe
 

@@ -50,10 +50,12 @@ class StageContext:
 
     @property
     def spec(self) -> RunSpec:
+        """The resolved spec (as asked for, in `plan`)."""
         return self.request.spec
 
     @property
     def args(self) -> dict[str, Any]:
+        """The request's arguments."""
         return self.request.args
 
     def scratch(self) -> Path:
@@ -92,6 +94,7 @@ class StageContext:
         return self.receipts(name)[0]
 
     def receipts(self, name: str) -> list[Receipt]:
+        """All input receipts of that name, in the request's order."""
         return [self.load(ref) for ref in self.refs(name)]
 
     def fetch(self, receipt: Receipt, name: str) -> Path:

@@ -91,11 +91,11 @@ def _extract(ctx: StageContext, waiting: list[_Shard], layer_ids: list[int]) -> 
     log.info(
         "layers: %s in layer_output (as z-lab, SpecForge), %s as indices of Hugging Face's hidden_states, %s for vLLM "
         "and speculators",
-        layer_ids, [huggingface_index(i) for i in layer_ids], [vllm_id(i) for i in layer_ids],
+        layer_ids,
+        [huggingface_index(i) for i in layer_ids],
+        [vllm_id(i) for i in layer_ids],
     )
-    ctx.tracker.set_tags(
-        {"drafter.attention": target.attention, "drafter.linear_attention": target.linear_attention}
-    )
+    ctx.tracker.set_tags({"drafter.attention": target.attention, "drafter.linear_attention": target.linear_attention})
     spec = ctx.spec
     _self_check(ctx, target, waiting, layer_ids)
     samples = sum(s.receipt.counts["samples"] for s in waiting)

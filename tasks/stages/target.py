@@ -31,7 +31,9 @@ def run(ctx: StageContext) -> Receipt:
     fingerprint = target_fingerprint(ctx.spec)
     if (planned := ctx.args.get("fingerprint")) is not None and planned != fingerprint:
         raise ConfigurationError(
-            Problem("target", ctx.spec.target, "the checkpoint that `plan` looked at; it changed since: start a new run")
+            Problem(
+                "target", ctx.spec.target, "the checkpoint that `plan` looked at; it changed since: start a new run"
+            )
         )
     if source.kind == "gguf":
         log.info("target: dequantizing %s to safetensors, once", source.path.name)

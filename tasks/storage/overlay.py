@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tasks.storage.base import ObjectInfo, Store
@@ -64,6 +64,6 @@ class OverlayStore:
         """Delete from the upper store only."""
         self._upper.delete(path)
 
-    def probe(self) -> list[str]:
+    def probe(self) -> Sequence[str]:
         """Probe the upper store."""
         return self._upper.probe()

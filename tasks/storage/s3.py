@@ -19,7 +19,8 @@ import botocore.session
 from boto3.exceptions import Boto3Error
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.exceptions import BotoCoreError, ClientError
+from s3transfer.exceptions import S3DownloadFailedError  # type: ignore[import-untyped]
 
 from tasks.contract.errors import StorageError
 from tasks.storage.base import ObjectInfo
@@ -97,7 +98,7 @@ class S3Store:
                 try:
                     # Reading checks the length against the header, and the checksum where the store sent one.
                     return answer["Body"].read(), answer["ETag"]
-                except (BotoCoreError, HTTPClientError):
+                except BotoCoreError:
                     if attempt == _READ_ATTEMPTS - 1:
                         raise
                     log.warning("%s: the answer for %s broke off; reading it again", self.root, path)
@@ -217,6 +218,9 @@ class S3Store:
 
     def probe(self) -> Sequence[str]:
         """What of the interface's promises this store or its configuration does not hold, in words."""
+        # Some stores (SeaweedFS) make a bucket when something is written to it: a mistyped name would go unnoticed.
+        with self._reported("reach", ""):
+            self._require_bucket()
         return probe_store(self)
 
     # ---- below ------------------------------------------------------------------------------------------------------
@@ -246,13 +250,13 @@ class S3Store:
     def _reported(self, action: str, path: str) -> Iterator[None]:
         try:
             yield
-        except (ClientError, BotoCoreError, HTTPClientError, Boto3Error) as error:
+        except (ClientError, BotoCoreError, Boto3Error, S3DownloadFailedError) as error:
             # The transfer layer puts the service's answer into a message of its own; it is still in the context.
-            cause = error.__context__ if isinstance(error, Boto3Error) else error
+            cause = error.__context__ if isinstance(error, (Boto3Error, S3DownloadFailedError)) else error
             status, code = error_code(cause)
             if code == "InvalidRange" or status == 416:
                 raise _PastTheEnd(path) from error
-            if status == 404 and code != "NoSuchBucket":
+            if code in ("NoSuchKey", "404", "NotFound"):
                 raise FileNotFoundError(2, f"no such object in {self.root}", path) from error
             raise self._failed(action, path, explain(cause or error, self._bucket)) from error
 

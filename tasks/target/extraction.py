@@ -20,7 +20,7 @@ from tasks.contract.errors import ConfigurationError, IntegrityError, Problem
 from tasks.data.state_digest import row_digests, sample_digests
 from tasks.target.capture import LastHidden, LayerCapture, truncated
 from tasks.target.loading import Target
-from tasks.target.plain import plain_states, relative_error
+from tasks.target.plain import plain_states
 
 log = logging.getLogger("tasks")
 
@@ -143,7 +143,8 @@ class Extractor:
         self.halved = True
         log.warning(
             "out of memory with %d padded tokens in a batch: going on with %d (set extract_batch_tokens to that)",
-            padded, self.batch_tokens,
+            padded,
+            self.batch_tokens,
         )
 
     @torch.inference_mode()
@@ -179,7 +180,9 @@ class Extractor:
         return result
 
 
-def self_check(target: Target, layer_ids: Sequence[int], last_hidden: LastHidden, samples: Sequence[np.ndarray]) -> float:
+def self_check(
+    target: Target, layer_ids: Sequence[int], last_hidden: LastHidden, samples: Sequence[np.ndarray]
+) -> float:
     """Compare a padded batch of two short samples, as extraction makes it, with plain single forward passes.
 
     Catches, on the real target and with the kernels in use, what corrupts every sample silently: recurrent state that
@@ -211,7 +214,7 @@ def self_check(target: Target, layer_ids: Sequence[int], last_hidden: LastHidden
             stored.append(("last hidden state", found.last_hidden, target.num_layers - 1))
         for name, states, layer in stored:
             normed = name == "last hidden state" and last_hidden == "post_norm"
-            error = relative_error(*plain.comparable(states, layer, already_normed=normed)).mean
+            error = plain.error(states, layer, normed=normed).mean
             worst = max(worst, error)
             if not error <= tolerance:
                 raise IntegrityError(

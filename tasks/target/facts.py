@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,9 @@ def read_target_facts(spec: RunSpec, folder: Path) -> TargetFacts:
     local = fetch_files(source, small_files(files), folder)
     weights = check_files(files, lambda: (local / INDEX_FILE).read_bytes(), source.location)
     read = header_reader(source)
-    return _facts(source, local, None, [{"name": key, **value} for n in weights for key, value in read(n).items()], None)
+    return _facts(
+        source, local, None, [{"name": key, **value} for n in weights for key, value in read(n).items()], None
+    )
 
 
 def folder_facts(folder: Path, name: str, trust_remote_code: bool = False) -> TargetFacts:
@@ -120,9 +122,13 @@ def _gguf_facts(source: TargetSource) -> TargetFacts:
         raise ConfigurationError(Problem("target", source.location, f"a readable GGUF file ({error})")) from error
     dtype = gguf_dtype(t.tensor_type.name for t in reader.tensors if len(t.shape) > 1)
     stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
-    tensors: list[Mapping[str, Any]] = [
+    tensors = [
         # GGUF lists dimensions fastest first; torch's order is the reverse.
-        {"name": t.name.replace("token_embd", "embed_tokens"), "dtype": stored, "shape": [int(d) for d in t.shape[::-1]]}
+        {
+            "name": t.name.replace("token_embd", "embed_tokens"),
+            "dtype": stored,
+            "shape": [int(d) for d in t.shape[::-1]],
+        }
         for t in reader.tensors
     ]
     return _facts(source, source.path.parent, source.path.name, tensors, None)
@@ -174,7 +180,7 @@ def _facts(
     source: TargetSource,
     folder: Path,
     gguf_file: str | None,
-    tensors: list[Mapping[str, Any]] | None,
+    tensors: Sequence[Mapping[str, Any]] | None,
     known_parameters: int | None,
 ) -> TargetFacts:
     whole = read_config(source, folder, gguf_file)
@@ -273,7 +279,8 @@ def _rope_theta(config: Any, folder: Path | None) -> float | None:
         if theta is not None and flat is not None and float(flat) != float(theta):
             log.warning(
                 "target: config.json gives rope_theta %s at the top and %s in rope_parameters; the nested one is used",
-                flat, theta,
+                flat,
+                theta,
             )
     if theta is None:
         theta = getattr(config, "rope_theta", None)
@@ -310,7 +317,7 @@ def _unused_special_ids(tokenizer: Any, eos: set[int]) -> list[int]:
     return sorted(i for i, t in tokens if t.special and i not in roles and t.content not in template)
 
 
-def _dtype(config: Any, whole: Any, tensors: list[Mapping[str, Any]] | None) -> str:
+def _dtype(config: Any, whole: Any, tensors: Sequence[Mapping[str, Any]] | None) -> str:
     if tensors:
         sizes: dict[str, int] = {}
         for tensor in tensors:
@@ -321,12 +328,12 @@ def _dtype(config: Any, whole: Any, tensors: list[Mapping[str, Any]] | None) -> 
     return str(stated).removeprefix("torch.")
 
 
-def _bytes(tensors: list[Mapping[str, Any]]) -> int:
+def _bytes(tensors: Sequence[Mapping[str, Any]]) -> int:
     width = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
     return sum(math.prod(t["shape"]) * width.get(t["dtype"], 1) for t in tensors)
 
 
-def _embedding_rows(tensors: list[Mapping[str, Any]] | None) -> int | None:
+def _embedding_rows(tensors: Sequence[Mapping[str, Any]] | None) -> int | None:
     for tensor in tensors or ():
         if str(tensor["name"]).endswith(_EMBEDDINGS) and ".visual." not in tensor["name"]:
             return int(tensor["shape"][0])

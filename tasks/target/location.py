@@ -107,7 +107,9 @@ def _package_file(text: str, spec: RunSpec) -> TargetSource:
 def _local(text: str, spec: RunSpec) -> TargetSource | None:
     path = Path(text).expanduser()
     if path.is_dir():
-        return TargetSource("folder", path.resolve().name, str(path.resolve()), trust_remote_code=spec.trust_remote_code)
+        return TargetSource(
+            "folder", path.resolve().name, str(path.resolve()), trust_remote_code=spec.trust_remote_code
+        )
     if path.is_file():
         if path.suffix != ".gguf":
             raise _refusal(text, f"a checkpoint folder or a .gguf file; {path.name} is neither")
@@ -217,7 +219,9 @@ def hub_snapshot(source: TargetSource) -> HubSnapshot:
         raise _refusal(source.location, "a model this token may read: accept its terms, set HF_TOKEN") from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         at = f" at revision {source.revision}" if source.revision else ""
-        raise _refusal(source.location, f"{_FORMS}; the hub has no such model{at}, and no such folder exists") from error
+        raise _refusal(
+            source.location, f"{_FORMS}; the hub has no such model{at}, and no such folder exists"
+        ) from error
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
         raise StorageError(f"target {source.location}: the Hugging Face hub does not answer ({error})") from error
     except Exception as error:  # the hub client's transport raises its own classes, which change between its versions

@@ -9,8 +9,8 @@ import hashlib
 from typing import Any
 
 from tasks.contract.spec import RunSpec
-from tasks.target.facts import TargetFacts, read_target_facts
 from tasks.target.digests import hash_file
+from tasks.target.facts import TargetFacts, read_target_facts
 from tasks.target.location import (
     CONFIG_FILES,
     INDEX_FILE,

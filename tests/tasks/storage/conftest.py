@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -62,6 +63,11 @@ def _command(weed: str, folder: Path, s3_port: int) -> list[str]:
     ]  # fmt: skip
 
 
+def _die_with_parent() -> None:
+    """Also when the test run itself is killed (prctl PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def _wait(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> None:
     """Until an object can be written: the S3 port answers before the volumes are there."""
     import boto3
@@ -94,8 +100,9 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     log = folder / "log.txt"
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            _command(weed, folder, server.port), stdout=output, stderr=output, start_new_session=True
-        )
+            _command(weed, folder, server.port), stdout=output, stderr=output, start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )  # fmt: skip
     try:
         _wait(server, process, log)
         yield server

@@ -1,0 +1,1 @@
+"""The DFlash drafter: model, loss, anchors, training loop, checkpoints."""
