@@ -50,6 +50,11 @@ class Progress:
             self._stored = now
             self._put()
 
+    @property
+    def done(self) -> int:
+        """Units counted so far."""
+        return self._done
+
     def rate(self) -> float:
         """Units a second since the start."""
         return self._done / max(time.monotonic() - self._start, 1e-9)

@@ -78,11 +78,8 @@ class ChatTemplate:
         self._special = tuple(sorted(special))
         self.has_thinking_modes = self._differs_by_thinking()
         self.inserted = self._inserted_before_answers()
-        self._blank_tail = ""
-        probe = self._probe(_PROBE)
-        if not probe[1].rstrip().endswith(self._special):
-            self._blank_tail = probe[1][probe[1].index(_PROBE_ANSWER) + len(_PROBE_ANSWER) :]
-        self.end_tokens = {self._end_of_turn(probe[1])[1], tokenizer.eos_token} - {"", None}
+        self._tail, self._end_token = self._after_answers()
+        self.end_tokens = {self._end_token, tokenizer.eos_token} - {"", None}
 
     def render(self, messages: list[Message], tools: list[dict[str, Any]] | None, *, prompt: bool) -> str:
         """The template's text; with `prompt`, followed by what opens the target's turn.
@@ -186,12 +183,22 @@ class ChatTemplate:
             )
 
     def _end_of_turn(self, text: str) -> tuple[int, str]:
-        """Character after the end-of-turn token, and that token ("" where the template writes none)."""
+        """Character after the end-of-turn token of the last turn, and that token ("" where there is none)."""
+        if text.endswith(self._tail):
+            answer = len(text) - len(self._tail)
+            return answer + self._tail.find(self._end_token) + len(self._end_token), self._end_token
+        # Calls of tools may end in a token of their own.
         stripped = text.rstrip()
         token = max((s for s in self._special if stripped.endswith(s)), key=len, default="")
-        if token:
-            return len(stripped), token
-        return len(text.removesuffix(self._blank_tail)), ""
+        return (len(stripped) if token else len(text)), token
+
+    def _after_answers(self) -> tuple[str, str]:
+        """What the template writes after a plain answer, and the first special token of it: what the target says to
+        end its turn. What follows (a newline, the end of the text) is the template's."""
+        _, text = self._probe(_PROBE)
+        tail = text[text.index(_PROBE_ANSWER) + len(_PROBE_ANSWER) :]
+        found = [(tail.index(token), -len(token), token) for token in self._special if token in tail]
+        return tail, min(found)[2] if found else ""
 
     def _check_control_tokens(self, answer: str, index: int) -> None:
         for token in self.end_tokens:

@@ -19,9 +19,6 @@ from tasks.data.state_digest import row_digests, sample_digests
 from tasks.data.states_shard import StatesSample, StatesShard
 from tasks.data.token_shard import Sample, TokenShard
 
-# Tokens before a position, itself included, that decide whether two equal states can be right. Targets whose layers
-# see only a short window repeat their states wherever the window repeats; where the latest tokens differ, none does.
-_CONTEXT = 8
 _ENVELOPE_SAMPLES = 8  # fewer tell nothing
 _ENVELOPE_FACTOR = 4.0
 _ENVELOPE_DEVIATIONS = 12.0
@@ -74,11 +71,11 @@ class ValueChecks:
     scales: list[tuple[str, str, list[float]]] = field(default_factory=list)
     _seen: dict[bytes, tuple[str, str, bytes]] = field(default_factory=dict)
 
-    def read(self, key: str, found: StatesSample) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, key: str, found: StatesSample) -> np.ndarray:
         """Check one sample's values.
 
         Returns:
-            Joint digests of its rows over all layers [T] int64, and of each row's context [T] int64.
+            Joint digests of its rows over all layers, [T] int64.
         """
         name = found.sample.sample_id.hex()
         states = found.hidden_states
@@ -93,8 +90,7 @@ class ValueChecks:
             self.faults.append(Fault(key, "digest", detail, name, self.layers[column]))
         self._whole_sample(key, name, found.sample, digests)
         self.samples += 1
-        joint = sample_digests(rows.T[None].contiguous())[0]
-        return joint.numpy(), context_digests(found.sample.input_ids)
+        return sample_digests(rows.T[None].contiguous())[0].numpy()
 
     def _values(self, key: str, name: str, states: Tensor) -> list[float]:
         values = states.float()
@@ -164,32 +160,23 @@ class ValueChecks:
         return found if self.scales else {}
 
 
-def context_digests(input_ids: np.ndarray) -> np.ndarray:
-    """Digest of the latest tokens at each position, [T] int64. Before the start, the first token counts as repeated:
-    a run of one token has one context."""
-    ids = input_ids.astype(np.uint64)
-    padded = np.concatenate([np.repeat(ids[:1], _CONTEXT - 1), ids])
-    digest = np.zeros(len(ids), dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for offset in range(_CONTEXT):
-            digest = digest * np.uint64(0x100000001B3) + padded[offset : offset + len(ids)] + np.uint64(1)
-    return digest.view(np.int64)
-
-
 def repeated_rows(
-    key: str, names: Sequence[str], joint: Sequence[np.ndarray], contexts: Sequence[np.ndarray]
+    key: str, names: Sequence[str], joint: Sequence[np.ndarray], tokens: Sequence[np.ndarray]
 ) -> list[Fault]:
-    """Rows of a shard that are equal in all layers although their latest tokens differ.
+    """Rows of a shard that are equal in all layers although they stand at different tokens.
+
+    Equal states at equal tokens with different prefixes can be right: convolution and sliding-window layers see a few
+    tokens only, and a run of one token gives attention nothing to tell its positions apart.
 
     Args:
         key: of the states.
         names: sample ids.
-        joint: digests of the rows over all layers, by sample.
-        contexts: digests of the rows' contexts, by sample.
+        joint: digests of the rows over all layers, [T] int64 by sample.
+        tokens: token ids of the rows, [T] int32 by sample.
     """
     if not names:
         return []
-    rows, context = np.concatenate(joint), np.concatenate(contexts)
+    rows, context = np.concatenate(joint), np.concatenate(tokens)
     sample = np.repeat(np.arange(len(names)), [len(j) for j in joint])
     position = np.concatenate([np.arange(len(j)) for j in joint])
     order = np.argsort(rows, kind="stable")

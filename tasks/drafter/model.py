@@ -14,7 +14,6 @@ time the target has not computed it yet.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -22,24 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tasks.drafter.attention import Chunk, DraftAttention, LayerKind, plan_chunks
 from tasks.drafter.config import DrafterConfig
-
-_SCORES = 1 << 27  # attention scores of one chunk of anchors: 512 MiB in fp32
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in float32 inside."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension."""
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+from tasks.drafter.norm import RMSNorm
 
 
 @dataclass
@@ -58,63 +42,6 @@ class DrafterCache:
             self.keys = [torch.cat([old, k], 2) for old, (k, _) in zip(self.keys, new, strict=True)]
             self.values = [torch.cat([old, v], 2) for old, (_, v) in zip(self.values, new, strict=True)]
         self.length += new[0][0].shape[2]
-
-
-class DraftAttention(nn.Module):
-    """Attention of the block over context and block, with grouped key/value heads and per-head norms."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        size, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, dim
-        self.q_proj = nn.Linear(size, self.heads * dim, bias=bias)
-        self.k_proj = nn.Linear(size, self.kv_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(size, self.kv_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * dim, size, bias=bias)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps)
-
-    def key_value(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values of x [..., T, H]: [..., kv heads, T, head size] each."""
-        shape = (*x.shape[:-1], self.kv_heads, self.dim)
-        keys = self.k_norm(self.k_proj(x).view(shape)).transpose(-2, -3)
-        return rotate(keys, rope), self.v_proj(x).view(shape).transpose(-2, -3)
-
-    def forward(
-        self,
-        x: Tensor,
-        context: tuple[Tensor, Tensor],
-        rope: tuple[Tensor, Tensor],
-        context_mask: Tensor,
-        block_mask: Tensor,
-    ) -> Tensor:
-        """Attention of A blocks of one row.
-
-        Args:
-            x: [A, B, H] block, after the layer's input norm.
-            context: keys and values [kv heads, S, head size] of the row.
-            rope: cos and sin [A, B, head size] of the block's positions.
-            context_mask: [A, B, S] bool, what of the context each slot sees.
-            block_mask: [B, B] bool, what of its own block each slot sees.
-
-        Returns:
-            [A, B, H].
-        """
-        blocks, slots = x.shape[:2]
-        groups = self.heads // self.kv_heads
-        queries = self.q_norm(self.q_proj(x).view(blocks, slots, self.heads, self.dim)).transpose(1, 2)
-        queries = rotate(queries, rope).unflatten(1, (self.kv_heads, groups))  # [A, kv, groups, B, dim]
-        keys, values = self.key_value(x, rope)  # [A, kv, B, dim]
-        scale = 1 / math.sqrt(self.dim)
-        far = torch.einsum("akgbd,ksd->akgbs", queries, context[0]) * scale
-        near = torch.einsum("akgbd,akcd->akgbc", queries, keys) * scale
-        far = far.masked_fill(~context_mask[:, None, None], -torch.inf)
-        near = near.masked_fill(~block_mask, -torch.inf)
-        weights = torch.cat([far, near], -1).softmax(-1, dtype=torch.float32).to(x.dtype)
-        far_weights, near_weights = weights.split([far.shape[-1], slots], -1)
-        out = torch.einsum("akgbs,ksd->akgbd", far_weights, context[1])
-        out = out + torch.einsum("akgbc,akcd->akgbd", near_weights, values)
-        return cast(Tensor, self.o_proj(out.flatten(1, 2).transpose(1, 2).flatten(2)))
 
 
 class DraftMLP(nn.Module):
@@ -146,11 +73,11 @@ class DraftLayer(nn.Module):
         x: Tensor,
         context: tuple[Tensor, Tensor],
         rope: tuple[Tensor, Tensor],
-        context_mask: Tensor,
-        block_mask: Tensor,
+        chunks: list[Chunk],
+        kind: LayerKind,
     ) -> Tensor:
-        """One layer over A blocks of one row; arguments as in `DraftAttention`."""
-        x = x + self.self_attn(self.input_layernorm(x), context, rope, context_mask, block_mask)
+        """One layer over the A blocks of one row; arguments as in `DraftAttention`."""
+        x = x + self.self_attn(self.input_layernorm(x), context, rope, chunks, kind)
         return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -164,6 +91,7 @@ class DFlashDrafter(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._kinds = [LayerKind(config.window(i), config.causal(i)) for i in range(config.num_layers)]
 
     @torch.no_grad()
     def initialize(self, seed: int) -> DFlashDrafter:
@@ -213,25 +141,18 @@ class DFlashDrafter(nn.Module):
         Returns:
             [1, A, B, H], normed: the target's head makes logits of it. Slot k predicts the token at anchor + k.
         """
-        length, device = states.shape[1], states.device
+        if len(states) != 1 or len(block_embeddings) != 1:
+            raise ValueError(f"one row at a time; found {len(states)} of states, {len(block_embeddings)} of blocks")
+        if not anchors.shape[1]:
+            return block_embeddings
         if positions is None:
-            positions = torch.arange(length, device=device)[None]
+            positions = torch.arange(states.shape[1], device=states.device)[None]
         context = self.context_key_value(self.fuse(states), positions)
-        rows = [(k[0], v[0]) for k, v in context]
-        slots = block_embeddings.shape[2]
-        per_block = self.config.num_heads * slots * (length + slots)
-        parts = []
-        for part, blocks in zip(
-            anchors[0].split(max(_SCORES // per_block, 1)),
-            block_embeddings[0].split(max(_SCORES // per_block, 1)),
-            strict=True,
-        ):
-            index = torch.arange(length, device=device)
-            visible = index < part[:, None]  # strictly before the anchor
-            if documents is not None:
-                visible = visible & (documents[0] == documents[0][part][:, None])
-            parts.append(self._blocks(blocks, rows, positions[0][part], visible, positions[0]))
-        return torch.cat(parts)[None]
+        chunks = plan_chunks(
+            self._kinds, block_embeddings.shape[2], anchors[0], positions[0][anchors[0]], positions[0],
+            None if documents is None else documents[0],
+        )  # fmt: skip
+        return self._blocks(block_embeddings[0], context, positions[0][anchors[0]], chunks)[None]
 
     def draft(self, cache: DrafterCache, new_states: Tensor, block_embeddings: Tensor, start: int) -> Tensor:
         """Hidden states of one block: decoding.
@@ -254,40 +175,25 @@ class DFlashDrafter(nn.Module):
                 f"{new_states.shape[1]} are new"
             )
         device = new_states.device
-        if new_states.shape[1]:
+        if new_states.shape[1] or not cache.keys:
             positions = torch.arange(cache.length, start, device=device)[None]
             cache.append(self.context_key_value(self.fuse(new_states), positions))
-        rows = [(k[0], v[0]) for k, v in zip(cache.keys, cache.values, strict=True)]
-        visible = torch.ones(1, start, dtype=torch.bool, device=device)
         anchor = torch.tensor([start], device=device)
-        return self._blocks(block_embeddings, rows, anchor, visible, torch.arange(start, device=device))
+        chunks = plan_chunks(
+            self._kinds, block_embeddings.shape[1], anchor, anchor, torch.arange(start, device=device)
+        )  # fmt: skip
+        context = list(zip(cache.keys, cache.values, strict=True))
+        return self._blocks(block_embeddings, context, anchor, chunks)
 
     def _blocks(
-        self,
-        blocks: Tensor,
-        context: list[tuple[Tensor, Tensor]],
-        anchors: Tensor,
-        visible: Tensor,
-        context_positions: Tensor,
+        self, x: Tensor, context: list[tuple[Tensor, Tensor]], anchor_positions: Tensor, chunks: list[Chunk]
     ) -> Tensor:
-        """A blocks [A, B, H] whose anchors stand at positions [A]; `visible` [A, S] bool."""
-        slots = blocks.shape[1]
-        offsets = torch.arange(slots, device=blocks.device)
-        positions = anchors[:, None] + offsets  # [A, B]
-        cos, sin = self.rope(positions, blocks.dtype)
+        """Blocks x [A, B, H] over the context's keys and values by layer, [1, kv heads, S, head size]."""
+        positions = anchor_positions[:, None] + torch.arange(x.shape[1], device=x.device)  # [A, B]
+        cos, sin = self.rope(positions, x.dtype)
         rope = (cos[:, None], sin[:, None])
-        distance = offsets[:, None] - offsets  # of a query slot to a key slot
-        x = blocks
-        for i in range(self.config.num_layers):
-            window = self.config.window(i)
-            context_mask, block_mask = visible[:, None].expand(-1, slots, -1), torch.ones_like(distance, dtype=torch.bool)
-            if window is not None:
-                reach = positions[:, :, None] - context_positions
-                context_mask = context_mask & (reach < window)
-                block_mask = distance.abs() < window
-            if self.config.causal(i):
-                block_mask = block_mask & (distance >= 0)
-            x = self._layer(i)(x, context[i], rope, context_mask, block_mask)
+        for index, (keys, values) in enumerate(context):
+            x = self._layer(index)(x, (keys[0], values[0]), rope, chunks, self._kinds[index])
         return cast(Tensor, self.norm(x))
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -303,9 +209,3 @@ class DFlashDrafter(nn.Module):
 
     def _attention(self, index: int) -> DraftAttention:
         return self._layer(index).self_attn
-
-
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding, halves convention (Llama, Qwen): x * cos + (-x2, x1) * sin."""
-    first, second = x.chunk(2, -1)
-    return x * rope[0] + torch.cat([-second, first], -1) * rope[1]

@@ -29,7 +29,8 @@ def run(ctx: StageContext) -> Receipt:
     """
     source = parse_target(ctx.spec)
     fingerprint = target_fingerprint(ctx.spec)
-    if (planned := ctx.args.get("fingerprint")) is not None and planned != fingerprint:
+    # Without it in the key, one target's receipt would pass for another's.
+    if ctx.args["fingerprint"] != fingerprint:
         raise ConfigurationError(
             Problem(
                 "target", ctx.spec.target, "the checkpoint that `plan` looked at; it changed since: start a new run"

@@ -148,10 +148,9 @@ def _compare(ctx: StageContext, receipt: Receipt, ref: ReceiptRef, shard: States
         faults.append(Fault(key, "counts", f"found {counts}, the receipt says {receipt.counts}"))
     if any(fault.kind == "header" for fault in wrong):
         return
-    names, joint, contexts = [], [], []
+    names, joint, ids = [], [], []
     for found in shard:
-        rows, context = checks.read(key, found)
+        joint.append(checks.read(key, found))
         names.append(found.sample.sample_id.hex())
-        joint.append(rows)
-        contexts.append(context)
-    faults.extend(repeated_rows(key, names, joint, contexts))
+        ids.append(found.sample.input_ids)
+    faults.extend(repeated_rows(key, names, joint, ids))

@@ -312,7 +312,7 @@ def test_job_outlives_an_outage_of_airflow(deployment):
 
     thread = threading.Thread(target=kill)
     thread.start()
-    with pytest.raises(StageFailed, match="did not answer; job .* goes on"):
+    with pytest.raises(StageFailed, match=r"did not answer; job .* goes on"):
         operator.execute(context)
     thread.join()
     assert deployment.launcher.status(operator._request.run.job).state == "running"

@@ -74,7 +74,11 @@ PLAIN = (
 # The generation prompt asks for something that the render of an answer does not have.
 CONTRADICTING = CHATML.replace("assistant\\n", "assistant: ")
 
+# As Phi-3's: the whole text is closed by a further special token, which the target does not say.
+CLOSED = CHATML.removesuffix("{%- endif %}") + "{%- else %}{{- '<|endoftext|>' }}{%- endif %}"
+
 TEMPLATES = {
+    "closed": CLOSED,
     "chatml": CHATML,
     "marked": MARKED,
     "thinking": THINKING,

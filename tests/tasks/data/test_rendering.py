@@ -57,14 +57,16 @@ def applied(of: ChatTemplate, messages: list[dict[str, Any]], **options: Any) ->
     return of.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)["input_ids"]
 
 
-@pytest.mark.parametrize("name", ["chatml", "marked"])
+@pytest.mark.parametrize("name", ["chatml", "marked", "closed"])
 def test_answers_with_their_end_token_are_supervised_and_nothing_else(name):
     of = template(name)
     row = chat("Name one.", "Rain.", "And two?", " Rain\nand snow ")
     result = one(row, of)
     assert supervised(result, of) == [["Rain.<|im_end|>", " Rain\nand snow <|im_end|>"]]
     ids = applied(of, row["messages"])
-    assert result.samples[0].input_ids.tolist() == ids[:-1]  # all but the newline after the last end token
+    length = len(result.samples[0].input_ids)
+    assert result.samples[0].input_ids.tolist() == ids[:length]
+    assert of.tokenizer.decode(ids[length:]) in ("\n", "\n<|endoftext|>")  # what the template adds
     assert result.samples[0].input_ids.dtype == np.int32
     assert result.samples[0].loss_mask.dtype == np.uint8
 

@@ -14,6 +14,7 @@ from tasks.contract.spec import RunSpec
 from tasks.stages.context import StageContext
 from tasks.storage.artifact import ArtifactWriter, fetch_object
 from tasks.storage.folder import FolderStore
+from tasks.target.source import target_fingerprint
 from tasks.target.tiny_hybrid import write_tiny_hybrid
 from tasks.tracking import NullTracker, Tracker
 
@@ -43,14 +44,21 @@ class DecodingRun:
             "mask_token": 3,
         }
         self.spec = RunSpec(target=str(self.target_folder), **{**defaults, **fields})
-        self.target = self.run("target", {})
+        self.target = self.run("target", {}, args={"fingerprint": target_fingerprint(self.spec)})
 
-    def run(self, stage: str, inputs: dict[str, Sequence[Receipt]], tracker: Tracker | None = None) -> Receipt:
+    def run(
+        self,
+        stage: str,
+        inputs: dict[str, Sequence[Receipt]],
+        tracker: Tracker | None = None,
+        args: dict[str, Any] | None = None,
+    ) -> Receipt:
         request = StageRequest(
             stage=stage,
             store=self.store.root,
             spec=self.spec,
             inputs={name: [receipt.ref() for receipt in receipts] for name, receipts in inputs.items()},
+            args=args or {},
             run=RunContext(run_id="test", task=stage),
         )
         with StageContext(request, self.store, tracker or NullTracker(), cache=self.folder / "cache") as ctx:

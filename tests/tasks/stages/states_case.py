@@ -19,6 +19,7 @@ from tasks.data.token_shard import Sample, TokenShard, sample_digest, write_toke
 from tasks.stages.context import StageContext
 from tasks.storage.artifact import ArtifactWriter, read_receipt
 from tasks.storage.folder import FolderStore
+from tasks.target.source import target_fingerprint
 from tasks.tracking import NullTracker
 
 
@@ -46,7 +47,7 @@ class StatesCase:
             return importlib.import_module(f"tasks.stages.{stage}").run(ctx)
 
     def target(self) -> Receipt:
-        return self.run("target", {})
+        return self.run("target", {}, fingerprint=target_fingerprint(self.spec))
 
     def tokens(self, samples: Sequence[Sample], split: str = "train") -> Receipt:
         """Store one token shard, keyed by its samples."""
