@@ -196,12 +196,9 @@ class ContainerTaskOperator(ResumableJobMixin, BaseOperator):
         )
 
     def _job_gpus(self) -> int:
-        spec = self._request.spec
         if self.gpus is not None:
             return self.gpus
-        if not STAGES[self.stage].needs_gpu or spec.device == "cpu":
-            return 0
-        return spec.training_gpus if self.stage == "train" else 1
+        return int(STAGES[self.stage].needs_gpu and self._request.spec.device != "cpu")
 
     # ---- ResumableJobMixin ------------------------------------------------------------------------------------------
 

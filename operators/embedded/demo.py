@@ -12,12 +12,10 @@ from typing import Any
 
 from operators.embedded.airflow_client import AirflowClient, ApiError
 from operators.embedded.errors import EmbeddedError, RunFailed
-from operators.embedded.follow import Follower, task_name
+from operators.embedded.follow import Follower, failure_reports, task_name
 from operators.embedded.services import airflow_client
 from operators.embedded.settings import ADMIN, Settings
 from operators.embedded.summary import STAGES, figures, mlflow_run_url
-from tasks.contract.errors import FailureReport
-from tasks.contract.layout import run_folder
 from tasks.contract.receipt import Receipt, ReceiptRef
 from tasks.storage.artifact import read_receipt
 from tasks.storage.base import Store
@@ -135,12 +133,6 @@ def explain_failure(client: AirflowClient, store: Store, dag_id: str, run_id: st
         states = ", ".join(f"{task_name(entry)} {entry['state']}" for entry in entries)
         texts.append(f"no task failed itself; states: {states or 'none was started'}")
     return "\n".join(texts)
-
-
-def failure_reports(store: Store, run_id: str) -> list[FailureReport]:
-    """What failed stages of a run have left."""
-    infos = store.list(f"{run_folder(run_id)}/failures/")
-    return [FailureReport.model_validate_json(store.read(info.path)) for info in infos]
 
 
 def _log_end(client: AirflowClient, dag_id: str, run_id: str, entry: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from operators.embedded.airflow_client import AirflowClient, ApiError
-from tasks.contract.errors import StorageError
+from tasks.contract.errors import FailureReport, StorageError
 from tasks.contract.layout import run_folder
 from tasks.storage.base import Store
 
@@ -68,6 +68,10 @@ class Follower:
             took = f" in {entry['duration']:.0f} s" if state in FINISHED and entry.get("duration") else ""
             again = f" (try {number})" if number > 1 else ""
             self._line(f"{name:<14} {state}{took}{again}")
+            if state == "up_for_retry":
+                for report in failure_reports(self.store, self.run_id):
+                    if report.stage == entry["task_id"]:
+                        self._line(f"{name:<14}   {report.error}: {report.message.splitlines()[0]}")
 
     def _reports(self) -> None:
         for progress in progress_objects(self.store, self.run_id):
@@ -92,6 +96,12 @@ def progress_objects(store: Store, run_id: str) -> Iterator[dict[str, Any]]:
     """Progress of each task of a run, as the tasks wrote it (`tasks.progress`)."""
     for info in store.list(f"{run_folder(run_id)}/progress/"):
         yield json.loads(store.read(info.path))
+
+
+def failure_reports(store: Store, run_id: str) -> list[FailureReport]:
+    """What failed stages of a run have left."""
+    infos = sorted(store.list(f"{run_folder(run_id)}/failures/"), key=lambda info: info.modified)
+    return [FailureReport.model_validate_json(store.read(info.path)) for info in infos]
 
 
 def progress_line(progress: dict[str, Any]) -> str:

@@ -34,7 +34,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "device": "cuda",
         "extract_groups": 16,
         "extract_batch_tokens": 16_384,
-        "training_gpus": 8,
         "smoke_hybrid": False,
     },
 }

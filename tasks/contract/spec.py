@@ -342,7 +342,6 @@ class RunSpec(BaseModel):
         "rolled back right.",
         stages=("smoke",),
     )
-    training_gpus: int = _field(1, "Execution", "GPUs for training", "Processes of the training task.", ge=1, le=64)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from tasks.contract.layout import RECEIPT, artifact_prefix, receipt_path
+from tasks.contract.layout import RECEIPT, receipt_path
 from tasks.data.faults import faults_prefix, read_faults
-from tasks.storage.artifact import find_receipt
+from tasks.storage.artifact import find_receipt, remove_artifact
 from tasks.storage.base import Store
 
 log = logging.getLogger("tasks")
@@ -36,9 +36,7 @@ def drop_states(store: Store, keys: Collection[str]) -> list[str]:
             store.delete(receipt_path(kind, key))
             groups.append(key)
     for key in sorted(wanted):
-        store.delete(receipt_path("states", key))
-        for info in list(store.list(f"{artifact_prefix('states', key)}/")):
-            store.delete(info.path)
+        remove_artifact(store, "states", key)
     log.info("dropped %d states shards and the receipts of %d extraction groups", len(wanted), len(groups))
     return groups
 

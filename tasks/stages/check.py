@@ -118,7 +118,8 @@ def _statistics(verified: list[Receipt], proved: list[Receipt]) -> dict[str, dic
             row["max_error"] = max(row.get("max_error", 0.0), error)
             distance = receipt.details["min_neighbour_distance"][name]
             row["neighbour_distance"] = min(row.get("neighbour_distance", distance), distance)
-    return layers
+    # JSON sorted the names as text; people want 8 before 14, and the last hidden state last.
+    return dict(sorted(layers.items(), key=lambda item: (not item[0].isdigit(), item[0].zfill(4))))
 
 
 def _report(

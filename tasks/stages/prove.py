@@ -117,9 +117,7 @@ def _columns(found: StatesSample, shard: StatesShard, num_layers: int) -> Iterat
         yield "last_hidden", found.last_hidden, num_layers - 1, shard.header.last_hidden == "post_norm"
 
 
-def _disagreement(
-    error: RelativeError, nearest: int, distance: float
-) -> tuple[str, str] | None:
+def _disagreement(error: RelativeError, nearest: int, distance: float) -> tuple[str, str] | None:
     """Kind and description, or None. Comparisons are written so that NaN fails them."""
     size = f"relative L2 error {error.mean:.3g} (at most {MEAN_TOLERANCE} and {NEIGHBOUR_SHARE} of {distance:.3g})"
     if error.mean <= MEAN_TOLERANCE and error.mean < NEIGHBOUR_SHARE * distance:

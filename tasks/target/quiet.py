@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 
-@contextmanager
+@contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' warnings and progress bars for a while; errors still raise."""
+    """Silence transformers' warnings and progress bars for a while; errors still raise, our log still speaks."""
     from transformers.utils import logging as chatter
 
     level = chatter.get_verbosity()
@@ -17,7 +18,8 @@ def quiet() -> Iterator[None]:
     chatter.set_verbosity_error()
     chatter.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        # Some progress bars (GGUF conversion, saving) heed no setting and write to stderr.
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -151,6 +151,8 @@ def test_follower_prints_each_change_once_and_progress(airflow: AirflowClient, t
     progress = {"task": "extract-1", "label": "extract", "unit": "samples", "done": 1024, "total": 4096, "rate": 33.1}
     progress |= {"seconds_left": 92.8, "updated_at": 0.0, "try_number": 1, "tokens_per_second": 410.25}
     store.write(progress_path(RUN, "extract-1"), json.dumps(progress).encode())
+    report = FailureReport.of("extract", OSError("the disk is full\nand more"))
+    store.write(failure_path(RUN, "job-7"), report.model_dump_json().encode())
     FakeAirflow.polls = [
         [entry("plan", "running"), entry("extract", None), entry("train", None)],
         [
@@ -168,6 +170,7 @@ def test_follower_prints_each_change_once_and_progress(airflow: AirflowClient, t
     assert said.count("plan running") == said.count("plan success in 4 s") == 1
     assert said.count("extract[0] success in 4 s") == 1
     assert said.index("extract[1] running") < said.index("extract[1] up_for_retry")
+    assert said[said.index("extract[1] up_for_retry") + 1] == "extract[1] OSError: the disk is full"
     assert said[-1] == "extract[1] success in 4 s (try 2)"
     reported = "extract-1 extract: 1,024 of 4,096 samples, 33.1/s, 1 min 33 s left, tokens per second 410.2"
     assert said.count(reported) == 1

@@ -37,7 +37,7 @@ def make_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
     ]  # fmt: skip
 
 
-def write(folder: Path, samples: list[Sample], header: StatesHeader, dtype: str, part_bytes: int, seed: int = 0):  # noqa: ANN201
+def write(folder: Path, samples: list[Sample], header: StatesHeader, dtype: str, part_bytes: int, seed: int = 0):
     """Write in a shuffled order; the states by sample, as written."""
     torch.manual_seed(seed)
     kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
@@ -149,7 +149,7 @@ def test_headers_are_read_strictly(tmp_path: Path, field: str, value: str | None
         ("surplus", lambda t: torch.zeros(1), r"unknown \['surplus'\]"),
     ],
 )
-def test_structure_is_checked(tmp_path: Path, name: str, change, expected: str) -> None:  # noqa: ANN001
+def test_structure_is_checked(tmp_path: Path, name: str, change, expected: str) -> None:
     [path], _ = write(tmp_path, make_samples([4, 2]), HEADER, "float32", 1 << 30)
     tensors = load_file(path)
     if change is None:

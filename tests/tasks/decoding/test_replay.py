@@ -35,8 +35,7 @@ def test_replay_equals_real_decoding_step_by_step(family: str, sliding: bool) ->
     prompts = [prompt(length, seed) for length, seed in ((12, 1), (40, 2), (3, 3))]
     texts = [greedy_decode(target, ids, max_new_tokens=LIMIT).tokens for ids in prompts]
     sequences = [
-        reference_sequence(target, LAYER_IDS, ids, tokens, LIMIT)
-        for ids, tokens in zip(prompts, texts, strict=True)
+        reference_sequence(target, LAYER_IDS, ids, tokens, LIMIT) for ids, tokens in zip(prompts, texts, strict=True)
     ]
     drafter = tiny_drafter(target, LAYER_IDS, BLOCK, sliding=sliding)
     for trained in (False, True):

@@ -72,14 +72,18 @@ class StatesCase:
         }  # fmt: skip
         counts = {name: sum(s.counts[name] for s in shards) for name in ("samples", "tokens")}
         receipt = Receipt(
-            kind="assemble", version=1, key="assembled", identity="assembled", attempt="a", counts=counts, details=details
+            kind="assemble",
+            version=1,
+            key="assembled",
+            identity="assembled",
+            attempt="a",
+            counts=counts,
+            details=details,
         )
         return writer.commit(receipt)
 
     def judge(self, target: Receipt, extract: Receipt) -> tuple[Receipt, Receipt]:
-        return self.run("verify", {"extract": [extract]}), self.run(
-            "prove", {"target": [target], "extract": [extract]}
-        )
+        return self.run("verify", {"extract": [extract]}), self.run("prove", {"target": [target], "extract": [extract]})
 
     def states(self, extract: Receipt, index: int = 0) -> Receipt:
         ref = ReceiptRef(**extract.details["shards"][index]["states"])
@@ -145,8 +149,12 @@ def change_tensors(path: Path, change: Callable[[dict[str, np.ndarray]], None]) 
     for name, entry in header.items():
         if name != "__metadata__":
             start, end = (8 + length + o for o in entry["data_offsets"])
-            views[name] = np.frombuffer(data, dtype=kinds[entry["dtype"]], count=(end - start) // np.dtype(
-                kinds[entry["dtype"]]).itemsize, offset=start).reshape(entry["shape"])
+            views[name] = np.frombuffer(
+                data,
+                dtype=kinds[entry["dtype"]],
+                count=(end - start) // np.dtype(kinds[entry["dtype"]]).itemsize,
+                offset=start,
+            ).reshape(entry["shape"])
     change(views)
     views.clear()
     path.write_bytes(bytes(data))

@@ -55,7 +55,9 @@ def test_a_group_is_extracted_shard_by_shard_and_found_again(
     assert not list(case.cache.rglob("states-*")), "states must not fill the local cache"
 
     opened = load_target_folder(case.target_folder)
-    for found, sample in zip(StatesShard([case.path(states.objects[0])]), make_samples((9, 30, 4, 17, 12), 0), strict=True):
+    for found, sample in zip(
+        StatesShard([case.path(states.objects[0])]), make_samples((9, 30, 4, 17, 12), 0), strict=True
+    ):
         assert np.array_equal(found.sample.input_ids, sample.input_ids)
         assert found.sample.sample_id == sample.sample_id
         plain = plain_states(opened, sample.input_ids)

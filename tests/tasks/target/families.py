@@ -107,9 +107,14 @@ def tokenizer() -> Any:
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    found.train_from_iterator(["the rain in the plain falls on the train", "a drafter proposes a block of tokens"], trainer)
+    found.train_from_iterator(
+        ["the rain in the plain falls on the train", "a drafter proposes a block of tokens"], trainer
+    )
     fast = tf.PreTrainedTokenizerFast(
         tokenizer_object=found, eos_token="<|im_end|>", pad_token="<|endoftext|>", mask_token="<|mask|>"
     )

@@ -104,7 +104,7 @@ def test_facts_of_a_multimodal_checkpoint_are_the_text_stacks(folder: Path, tmp_
     assert facts.parameters == text_only, "the vision tower is not loaded and not counted"
 
 
-def _model(folder: Path):  # noqa: ANN202
+def _model(folder: Path):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder)
