@@ -19,15 +19,18 @@ import copy
 from typing import Any
 
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
+
+# DummyLayer, of layers without a cache, came after transformers 5.17.
+_CUT_BY_LENGTH = {DynamicLayer, DynamicSlidingWindowLayer, getattr(cache_utils, "DummyLayer", DynamicLayer)}
 
 
 class CacheRollback:
@@ -141,7 +144,7 @@ class _Copied(_Layer):
 
 def _layer_rollback(layer: Any) -> _Layer:
     kind = type(layer)
-    if kind in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+    if kind in _CUT_BY_LENGTH:
         return _Cut(layer)
     if kind is LinearAttentionLayer:
         # Without recurrent states (LFM2) the kept inputs of the convolution can be cut like keys.

@@ -42,13 +42,20 @@ def acceptance_by_slice(counts: Mapping[str, AcceptanceCount]) -> Figure:
         low, high = count.confidence_interval()
         error = [[max(length - low, 0)], [max(high - length, 0)]]
         axes.barh(row, length, xerr=error, color=_COLOUR, ecolor="#222222", capsize=3)
-        axes.text(0.05, row, f"{length:.2f} [{low:.2f}, {high:.2f}]", va="center", color="white", fontsize=8)
+        axes.annotate(
+            f"{length:.2f} [{low:.2f}, {high:.2f}]",
+            (max(high, length), row),
+            (6, 0),
+            fontsize=8,
+            textcoords="offset points",
+            va="center",
+        )
     labels = [f"{name} ({len(count.prompts)} prompts)" for name, count in shown.items()]
     axes.set_yticks(range(len(shown)), labels)
     axes.invert_yaxis()
     axes.axvline(1, color="#888888", linewidth=0.8)
     block_size = max(count.block_size for count in counts.values())
-    axes.set(xlabel="Acceptance length, 95% interval over prompts", xlim=(0, block_size))
+    axes.set(xlabel="Acceptance length, 95% interval over prompts", xlim=(0, 1.25 * block_size))
     axes.set_title("Acceptance by slice")
     return figure
 

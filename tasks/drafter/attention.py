@@ -157,7 +157,7 @@ class DraftAttention(nn.Module):
         return cast(Tensor, self.o_proj(torch.cat(parts).flatten(2)))
 
     def _repeated(self, context: Tensor, own: Tensor) -> Tensor:
-        """Context [kv heads, n, head size], then the chunk's own slots, for each query head: [1, heads, n + c * B, ...]."""
+        """Context [kv heads, n, head size], then own slots, for each query head: [1, heads, n + c * B, head size]."""
         joined = torch.cat([context, _side_by_side(own)], 1)
         return joined.repeat_interleave(self.heads // self.kv_heads, 0)[None]
 

@@ -1,14 +1,16 @@
 """Steps of a training: which samples, in which order, in which rows. A function of seed and data alone.
 
 Shards are shuffled, a window of them at a time is shuffled sample by sample, and whole samples fill steps of
-`batch_tokens`. So at most a window of shards is on the local disk, and the position in the data is just the step.
+`batch_tokens`. So a few windows of shards are on the local disk at most, and the position in the data is the step.
+Shuffling is sorting by a hash of (seed, epoch, id): it depends neither on the order of the shards nor on a library.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from queue import Queue
 
@@ -16,11 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tasks.contract.errors import IntegrityError
 from tasks.data.states_shard import StatesSample, StatesShard
+from tasks.data.token_shard import Sample
 from tasks.drafter.anchors import draw_anchors, legal_anchors
 
 WINDOW = 8  # shards that are shuffled together
-ROW_TOKENS = 4096  # a step is computed in rows of at most so many tokens, or one longer sample
+ROW_TOKENS = 4096  # a step is computed in rows of at most so many tokens, or one longer sample,
+ROW_SLOTS = 8192  # and of at most so many slots of blocks, or one sample of more
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,24 @@ class ShardIndex:
     """What is known of a shard of states without its states."""
 
     key: str
+    sample_ids: tuple[bytes, ...]
     lengths: tuple[int, ...]  # tokens of each sample
+    usable: tuple[int, ...]  # samples with at least one legal anchor: the others cannot train a drafter
 
 
 SampleAddress = tuple[int, int]  # shard, sample
+ReadSample = Callable[[SampleAddress], StatesSample]
+
+
+def index_shard(key: str, samples: Iterable[Sample]) -> ShardIndex:
+    """Index of a shard from its tokens."""
+    ids, lengths, usable = [], [], []
+    for number, sample in enumerate(samples):
+        ids.append(sample.sample_id)
+        lengths.append(len(sample.input_ids))
+        if len(legal_anchors(sample.loss_mask)):
+            usable.append(number)
+    return ShardIndex(key, tuple(ids), tuple(lengths), tuple(usable))
 
 
 @dataclass(frozen=True)
@@ -42,28 +61,36 @@ class Row:
     loss_mask: Tensor  # [S] uint8
     states: Tensor  # [1, S, K, H] stored dtype
     positions: Tensor  # [1, S] int64, restart with each sample
-    documents: Tensor  # [1, S] int64
-    anchors: Tensor  # [1, A] int64 indices in the row
+    documents: Tensor  # [1, S] int64, index in `sample_ids`
+    anchors: Tensor  # [1, A] int64 indices in the row, ascending
     ends: Tensor  # [A] int64, index after each anchor's sample
     sample_ids: tuple[str, ...]
 
     def to(self, device: str) -> Row:
         """The same on a device."""
-        return Row(
-            *(getattr(self, n).to(device, non_blocking=True) for n in tuple(self.__dataclass_fields__)[:-1]),
-            self.sample_ids,
-        )
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Row:
+        """The same in page-locked memory, from which copies to a GPU overlap with its work."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Row:
+        names = [f.name for f in fields(self) if f.name != "sample_ids"]
+        return Row(**{name: function(getattr(self, name)) for name in names}, sample_ids=self.sample_ids)
 
 
 def epoch_order(shards: Sequence[ShardIndex], seed: int, epoch: int, window: int = WINDOW) -> list[SampleAddress]:
-    """Order of all samples in one epoch."""
-    generator = np.random.default_rng([seed, epoch])
-    order = generator.permutation(len(shards))
+    """Order of all usable samples in one epoch."""
+    order = sorted(range(len(shards)), key=lambda s: _rank(seed, epoch, shards[s].key.encode()))
     addresses: list[SampleAddress] = []
     for start in range(0, len(order), window):
-        pool = [(int(s), i) for s in order[start : start + window] for i in range(len(shards[s].lengths))]
-        addresses += [pool[i] for i in generator.permutation(len(pool))]
+        pool = [(s, i) for s in order[start : start + window] for i in shards[s].usable]
+        addresses += sorted(pool, key=lambda at: (_rank(seed, epoch, shards[at[0]].sample_ids[at[1]]), at))
     return addresses
+
+
+def _rank(seed: int, epoch: int, name: bytes) -> bytes:
+    return hashlib.blake2b(f"{seed} {epoch} ".encode() + name, digest_size=8).digest()
 
 
 def epoch_steps(
@@ -83,64 +110,110 @@ def epoch_steps(
 
 
 def make_rows(
-    samples: Sequence[StatesSample], *, anchors: int, seed: int, epoch: int, row_tokens: int = ROW_TOKENS
-) -> list[Row]:
-    """Rows of one step. Samples without a legal anchor are left out; there may be no row at all."""
-    rows: list[list[StatesSample]] = []
-    tokens = row_tokens + 1
-    for sample in samples:
-        if not len(legal_anchors(sample.sample.loss_mask)):
+    samples: Iterable[StatesSample],
+    *,
+    anchors: int,
+    block_size: int,
+    seed: int,
+    epoch: int,
+    row_tokens: int = ROW_TOKENS,
+    row_slots: int = ROW_SLOTS,
+) -> Iterator[Row]:
+    """Rows of one step, whole samples each. A sample without a legal anchor is left out.
+
+    Args:
+        samples: with their states.
+        anchors: at most so many blocks of each sample.
+        block_size: B, for `row_slots`.
+        seed: of the draw of anchors,
+        epoch: likewise.
+        row_tokens: bounds on a row.
+        row_slots: likewise.
+    """
+    row: list[tuple[StatesSample, np.ndarray]] = []
+    tokens = slots = 0
+    for item in samples:
+        sample = item.sample
+        drawn = draw_anchors(sample.loss_mask, anchors, seed=seed, epoch=epoch, sample_id=sample.sample_id)
+        if not len(drawn):
             continue
-        length = len(sample.sample.input_ids)
-        if tokens + length > row_tokens:
-            rows.append([])
-            tokens = 0
-        rows[-1].append(sample)
-        tokens += length
-    return [_row(row, anchors, seed, epoch) for row in rows]
+        length, width = len(sample.input_ids), len(drawn) * block_size
+        if row and (tokens + length > row_tokens or slots + width > row_slots):
+            yield _row(row)
+            row, tokens, slots = [], 0, 0
+        row.append((item, drawn))
+        tokens, slots = tokens + length, slots + width
+    if row:
+        yield _row(row)
 
 
-def _row(samples: Sequence[StatesSample], count: int, seed: int, epoch: int) -> Row:
+def validation_rows(
+    shards: Sequence[ShardIndex],
+    read: ReadSample,
+    *,
+    samples: int,
+    anchors: int,
+    block_size: int,
+    seed: int,
+) -> Iterator[Row]:
+    """The same rows at every evaluation: of at most so many samples, with at most so many anchors each."""
+    chosen = epoch_order(shards, seed, 0, window=len(shards) or 1)[:samples]
+    return make_rows(map(read, sorted(chosen)), anchors=anchors, block_size=block_size, seed=seed, epoch=0)
+
+
+def _row(items: Sequence[tuple[StatesSample, np.ndarray]]) -> Row:
     anchors, ends, positions, documents = [], [], [], []
     start = 0
-    for number, item in enumerate(samples):
-        sample = item.sample
-        length = len(sample.input_ids)
-        drawn = draw_anchors(sample.loss_mask, count, seed=seed, epoch=epoch, sample_id=sample.sample_id)
+    for number, (item, drawn) in enumerate(items):
+        length = len(item.sample.input_ids)
         anchors.append(torch.from_numpy(drawn).long() + start)
         ends.append(torch.full((len(drawn),), start + length))
         positions.append(torch.arange(length))
         documents.append(torch.full((length,), number))
         start += length
+    samples = [item.sample for item, _ in items]
     return Row(
-        input_ids=torch.cat([torch.from_numpy(np.asarray(s.sample.input_ids, dtype=np.int64)) for s in samples]),
-        loss_mask=torch.cat([torch.from_numpy(np.array(s.sample.loss_mask, dtype=np.uint8)) for s in samples]),
-        states=torch.cat([s.hidden_states for s in samples])[None],
+        input_ids=torch.cat([torch.from_numpy(np.asarray(s.input_ids, dtype=np.int64)) for s in samples]),
+        loss_mask=torch.cat([torch.from_numpy(np.array(s.loss_mask, dtype=np.uint8)) for s in samples]),
+        states=torch.cat([item.hidden_states for item, _ in items])[None],
         positions=torch.cat(positions)[None],
         documents=torch.cat(documents)[None],
         anchors=torch.cat(anchors)[None],
         ends=torch.cat(ends),
-        sample_ids=tuple(s.sample.sample_id.hex() for s in samples),
+        sample_ids=tuple(s.sample_id.hex() for s in samples),
     )
 
 
 class StatesSource:
     """Samples of verified shards, fetched when they are needed; at most two windows of shards stay on the disk."""
 
-    def __init__(self, fetch: Callable[[int], list[Path]], keep: int = 2 * WINDOW) -> None:
+    def __init__(
+        self, shards: Sequence[ShardIndex], fetch: Callable[[int], list[Path]], keep: int = 2 * WINDOW
+    ) -> None:
         """`fetch`: local, verified files of a shard by its number."""
-        self._fetch, self._keep = fetch, keep
+        self._shards, self._fetch, self._keep = shards, fetch, keep
         self._open: dict[int, tuple[StatesShard, list[Path]]] = {}
 
     def __call__(self, address: SampleAddress) -> StatesSample:
-        """One sample with its states."""
+        """One sample with its states.
+
+        Raises:
+            IntegrityError: if the states are of another sample than the token shard has there.
+        """
         shard, index = address
         if shard not in self._open:
             paths = self._fetch(shard)
             self._open[shard] = (StatesShard(paths), paths)
             self._evict()
         self._open[shard] = self._open.pop(shard)  # most recently used stands last
-        return self._open[shard][0][index]
+        found = self._open[shard][0][index]
+        expected = self._shards[shard].sample_ids[index]
+        if found.sample.sample_id != expected:
+            raise IntegrityError(
+                f"states of token shard {self._shards[shard].key}, sample {index}: found sample id "
+                f"{found.sample.sample_id.hex()}, expected {expected.hex()}; extract this shard again"
+            )
+        return found
 
     def _evict(self) -> None:
         while len(self._open) > self._keep:

@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tasks.contract.errors import StageError
-from tasks.contract.layout import checkpoint_prefix, latest_checkpoint_path
+from tasks.contract.errors import StageError, StorageError
+from tasks.contract.layout import artifact_prefix, checkpoint_prefix, latest_checkpoint_path
 from tasks.storage.base import Store
 
 log = logging.getLogger("tasks")
@@ -31,18 +30,24 @@ class Superseded(StageError):
     """Another attempt at the same training has taken over; this one must end."""
 
 
+class DamagedCheckpoint(Exception):
+    """A checkpoint's bytes are not those that its manifest names."""
+
+
 @dataclass
 class TrainingState:
-    """Everything a training goes on from."""
+    """Everything a training goes on from. The data's position and the learning rate follow from the step."""
 
-    step: int  # optimizer steps done
-    weights: dict[str, Tensor]
-    first_moments: dict[str, Tensor]
-    second_moments: dict[str, Tensor]
-    best_weights: dict[str, Tensor]
-    best_step: int
-    best_acceptance: float
+    step: int = 0  # optimizer steps done
+    evaluated_step: int = 0  # the last step after which the drafter was evaluated
+    best_step: int = 0  # 0: never evaluated
+    best_acceptance: float = 0.0
+    best_validation_loss: float | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    first_moments: dict[str, Tensor] = field(default_factory=dict)
+    second_moments: dict[str, Tensor] = field(default_factory=dict)
+    best_weights: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,7 +57,8 @@ class _Pointer:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)  # newest first: prefix, step, manifest (SHA-256)
 
 
-_GROUPS = ("weights", "first_moments", "second_moments", "best_weights")
+_TENSORS = ("weights", "first_moments", "second_moments", "best_weights")
+_STATE, _MANIFEST = "state.json", "manifest.json"
 
 
 class Checkpoints:
@@ -63,6 +69,8 @@ class Checkpoints:
         self._path = latest_checkpoint_path(train_key)
         self._pointer, self._tag = self._take_over()
 
+    # ---- the pointer ------------------------------------------------------------------------------------------------
+
     def _take_over(self) -> tuple[_Pointer, str]:
         while True:
             try:
@@ -70,101 +78,136 @@ class Checkpoints:
             except FileNotFoundError:
                 first = _Pointer(fence=1, attempt=self._attempt)
                 if self._store.create(self._path, _encode(first)):
-                    return first, self._store.read_with_tag(self._path)[1]
+                    return first, self._own_tag(first)
                 continue
-            pointer = _Pointer(**json.loads(data))
+            pointer = self._decode(data)
             pointer.fence, pointer.attempt = pointer.fence + 1, self._attempt
             if self._store.replace(self._path, _encode(pointer), tag):
-                return pointer, self._store.read_with_tag(self._path)[1]
+                return pointer, self._own_tag(pointer)
+
+    def _decode(self, data: bytes) -> _Pointer:
+        try:
+            return _Pointer(**json.loads(data))
+        except (ValueError, TypeError) as error:
+            log.warning("%s is damaged (%s): the training starts anew", self._path, error)
+            return _Pointer()
+
+    def _own_tag(self, pointer: _Pointer) -> str:
+        """Tag of the pointer, which must be what this attempt wrote.
+
+        Raises:
+            Superseded: if it is another's.
+        """
+        try:
+            data, tag = self._store.read_with_tag(self._path)
+        except FileNotFoundError:
+            data, tag = b"", ""
+        if data != _encode(pointer):
+            raise Superseded(
+                f"training {self._key}: another attempt took over, or ended it; attempt {self._attempt} ends here"
+            )
+        return tag
 
     def _move(self, pointer: _Pointer) -> None:
-        if not self._store.replace(self._path, _encode(pointer), self._tag):
-            raise Superseded(f"training {self._key}: another attempt has taken over after {self._attempt}; this one ends")
-        self._tag = self._store.read_with_tag(self._path)[1]
+        try:
+            self._store.replace(self._path, _encode(pointer), self._tag)
+        except FileNotFoundError:
+            log.debug("%s is gone", self._path)
+        # Judged by what is there: if an answer was lost, the repeated write reports a conflict with itself.
+        self._tag = self._own_tag(pointer)
         self._pointer = pointer
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
 
     def save(self, state: TrainingState) -> None:
         """Write a checkpoint and move the pointer; older ones beyond the last two are removed.
 
         Raises:
             Superseded: if another attempt has taken over.
+            StorageError: if the store fails.
         """
         prefix = checkpoint_prefix(self._key, self._attempt, state.step)
-        objects = {}
+        objects: dict[str, dict[str, Any]] = {}
         with tempfile.TemporaryDirectory(prefix="drafter-") as folder:
-            for group in _GROUPS:
+            for group in _TENSORS:
+                if group == "best_weights" and state.best_step in (0, state.step):
+                    continue  # none yet, or the very weights
                 file = Path(folder) / f"{group}.safetensors"
                 save_file({n: t.detach().cpu().contiguous() for n, t in getattr(state, group).items()}, file)
-                objects[file.name] = _describe(file.read_bytes())
-                self._store.write(f"{prefix}/{file.name}", file)
-        facts = {n: getattr(state, n) for n in ("step", "best_step", "best_acceptance", "history")}
-        data = json.dumps(facts).encode()
-        objects["state.json"] = _describe(data)
-        self._store.write(f"{prefix}/state.json", data)
+                self._put(prefix, file, objects)
+                file.unlink()
+            facts = Path(folder) / _STATE
+            facts.write_text(json.dumps({n: v for n, v in state.__dict__.items() if n not in _TENSORS}))
+            self._put(prefix, facts, objects)
         manifest = json.dumps(objects, sort_keys=True).encode()
-        self._store.write(f"{prefix}/manifest.json", manifest)
+        self._store.write(f"{prefix}/{_MANIFEST}", manifest)
         entry = {"prefix": prefix, "step": state.step, "manifest": hashlib.sha256(manifest).hexdigest()}
         old = [e for e in self._pointer.checkpoints if e["prefix"] != prefix]
         self._move(_Pointer(self._pointer.fence, self._attempt, [entry, *old][:KEPT]))
         for gone in old[KEPT - 1 :]:
-            self._remove(gone["prefix"])
-        log.info("checkpoint at step %d", state.step)
+            self._remove(f"{gone['prefix']}/")
+
+    def _put(self, prefix: str, file: Path, objects: dict[str, dict[str, Any]]) -> None:
+        objects[file.name] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+        self._store.write(f"{prefix}/{file.name}", file)
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
 
     def load(self) -> TrainingState | None:
-        """The newest checkpoint that is whole, or None."""
+        """The newest checkpoint that is whole, or None.
+
+        Raises:
+            StorageError: if the store fails; a training must not start anew because the network is down.
+        """
         for entry in self._pointer.checkpoints:
             try:
                 return self._read(entry)
-            except (ValueError, FileNotFoundError) as error:
+            except (DamagedCheckpoint, FileNotFoundError) as error:
                 log.warning("checkpoint at step %d is passed over: %s", entry["step"], error)
         return None
 
     def _read(self, entry: dict[str, Any]) -> TrainingState:
         prefix = entry["prefix"]
-        manifest = self._store.read(f"{prefix}/manifest.json")
-        _require(manifest, entry["manifest"], None, f"{prefix}/manifest.json")
+        manifest = self._store.read(f"{prefix}/{_MANIFEST}")
+        if hashlib.sha256(manifest).hexdigest() != entry["manifest"]:
+            raise DamagedCheckpoint(f"{prefix}/{_MANIFEST} is not the manifest that {self._path} names")
         with tempfile.TemporaryDirectory(prefix="drafter-") as folder:
             files = {}
-            for name, described in json.loads(manifest).items():
+            for name, expected in json.loads(manifest).items():
                 files[name] = Path(folder) / name
                 self._store.download(f"{prefix}/{name}", files[name])
-                _require(files[name].read_bytes(), described["sha256"], described["size"], f"{prefix}/{name}")
-            facts = json.loads(files["state.json"].read_text())
-            groups = {group: load_file(files[f"{group}.safetensors"]) for group in _GROUPS}
-            return TrainingState(**facts, **groups)
+                size, digest = files[name].stat().st_size, _sha256(files[name])
+                if (size, digest) != (expected["size"], expected["sha256"]):
+                    raise DamagedCheckpoint(
+                        f"{prefix}/{name}: {size:,} bytes with SHA-256 {digest}, expected {expected['size']:,} bytes "
+                        f"with {expected['sha256']}"
+                    )
+            state = TrainingState(**json.loads(files[_STATE].read_text()))
+            for group in _TENSORS:
+                if file := files.get(f"{group}.safetensors"):
+                    setattr(state, group, {name: t.clone() for name, t in load_file(file).items()})
+        if state.best_step == state.step:
+            state.best_weights = {name: tensor.clone() for name, tensor in state.weights.items()}
+        return state
 
     def remove_all(self) -> None:
-        """Remove every checkpoint and the pointer: the final receipt has made them useless."""
-        for entry in self._pointer.checkpoints:
-            self._remove(entry["prefix"])
-        self._store.delete(self._path)
+        """Remove the pointer and every checkpoint, crashed attempts' included: the final receipt made them useless."""
+        try:
+            self._store.delete(self._path)
+            self._remove(f"{artifact_prefix('train', self._key)}/", holding="/checkpoint-")
+        except StorageError as error:
+            log.warning("checkpoints of training %s could not be removed: %s", self._key, error)
 
-    def _remove(self, prefix: str) -> None:
-        for info in list(self._store.list(f"{prefix}/")):
-            self._store.delete(info.path)
+    def _remove(self, prefix: str, holding: str = "") -> None:
+        for info in list(self._store.list(prefix)):
+            if holding in info.path:
+                self._store.delete(info.path)
 
 
 def _encode(pointer: _Pointer) -> bytes:
     return json.dumps(asdict(pointer)).encode()
 
 
-def _describe(data: bytes) -> dict[str, Any]:
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _require(data: bytes, sha256: str, size: int | None, name: str) -> None:
-    found = hashlib.sha256(data).hexdigest()
-    if found != sha256:
-        detail = f"{len(data):,} bytes" + (f" of {size:,}" if size is not None else "")
-        raise ValueError(f"{name}: SHA-256 {found} ({detail}), expected {sha256}")
-
-
-def moments(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """First and second moments of an AdamW optimizer by parameter name."""
-    first, second = {}, {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if state := optimizer.state.get(parameter):
-                first[names[id(parameter)]] = state["exp_avg"]
-                second[names[id(parameter)]] = state["exp_avg_sq"]
-    return first, second
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -43,6 +43,24 @@ class DrafterConfig:
     max_position_embeddings: int = 32768
     model_type: str = "qwen3"
 
+    def __post_init__(self) -> None:
+        problems = []
+        if self.num_heads % self.num_kv_heads:
+            problems.append(
+                Problem("num_attention_heads", self.num_heads, f"a multiple of {self.num_kv_heads} kv heads")
+            )
+        if self.head_dim % 2:
+            problems.append(Problem("head_dim", self.head_dim, "an even number: rope rotates pairs"))
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            expected = f"a row of the target's embedding, 0..{self.vocab_size - 1}"
+            problems.append(Problem("mask_token_id", self.mask_token_id, expected))
+        if unknown := sorted(set(self.layer_types) - {SLIDING, FULL}):
+            problems.append(Problem("layer_types", unknown, f"{SLIDING} or {FULL}"))
+        if not self.layer_types or not self.target_layer_ids:
+            problems.append(Problem("layer_types, target_layer_ids", [], "at least one draft layer and target layer"))
+        if problems:
+            raise ConfigurationError(problems)
+
     @property
     def num_layers(self) -> int:
         """Draft layers."""
@@ -57,8 +75,18 @@ class DrafterConfig:
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     @classmethod
-    def from_spec(cls, spec: RunSpec, *, hidden_size: int, num_target_layers: int, vocab_size: int) -> DrafterConfig:
+    def from_spec(
+        cls,
+        spec: RunSpec,
+        *,
+        hidden_size: int,
+        num_target_layers: int,
+        vocab_size: int,
+        max_position_embeddings: int | None = None,
+    ) -> DrafterConfig:
         """The drafter a resolved spec asks for on a target of this shape.
+
+        `max_position_embeddings` is the target's; engines read it, the drafter itself has no such limit.
 
         Raises:
             ConfigurationError: naming a field that `plan` should have resolved.
@@ -90,6 +118,7 @@ class DrafterConfig:
             block_size=spec.block_size,
             rope_theta=float(spec.draft_rope_theta or 0),
             sliding_window=spec.sliding_window,
+            max_position_embeddings=max_position_embeddings or 32768,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -147,13 +176,7 @@ class DrafterConfig:
                 raise ConfigurationError(Problem(f"{where}: {name}", None, "a value, at the top or in dflash_config"))
             return value
 
-        unsupported = [n for n in ("output_multiplier", "final_logit_softcapping", "attention_sink_bias") if inner.get(n)]
-        if inner.get("input_embedding_scale", 1) not in (1, 1.0, None):
-            unsupported.append("input_embedding_scale")
-        if unsupported:
-            raise ConfigurationError(
-                [Problem(f"{where}: {n}", inner[n], "absent: this drafter does not apply it") for n in unsupported]
-            )
+        _refuse_unsupported({**(config.get("rope_parameters") or {}), **config, **inner}, where)
         layers = int(config["num_hidden_layers"])
         types = config.get("layer_types") or [FULL] * layers
         if inner.get("use_swa") and "layer_types" not in config:
@@ -190,6 +213,30 @@ def read_config(file: Path) -> DrafterConfig:
     return DrafterConfig.from_json(json.loads(file.read_text()), str(file))
 
 
+# Entries that change what a published drafter computes, with the values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "input_embedding_scale": (None, 1),
+    "output_multiplier": (None, 1),
+    "final_logit_softcapping": (None, 0),
+    "attention_sink_bias": (None, False),
+    "has_own_lm_head": (None, False),
+    "partial_rotary_factor": (None, 1),
+    "hidden_act": (None, "silu"),
+    "conv_kernel_size": (None,),  # DFlash 2
+    "selector_rank": (None,),
+}
+
+
+def _refuse_unsupported(entries: Mapping[str, Any], where: str) -> None:
+    problems = [
+        Problem(f"{where}: {name}", entries[name], "absent: this drafter does not apply it")
+        for name, neutral in _NEUTRAL.items()
+        if entries.get(name) not in neutral
+    ]
+    if problems:
+        raise ConfigurationError(problems)
+
+
 def _rope_theta(config: Mapping[str, Any], where: str) -> float:
     nested = (config.get("rope_parameters") or {}).get("rope_theta")
     flat = config.get("rope_theta")
@@ -200,7 +247,7 @@ def _rope_theta(config: Mapping[str, Any], where: str) -> float:
     theta = nested if nested is not None else flat
     if theta is None:
         raise ConfigurationError(Problem(f"{where}: rope_theta", None, "a value, flat or in rope_parameters"))
-    scaling = config.get("rope_scaling")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
     if scaling and scaling.get("rope_type", scaling.get("type")) not in (None, "default"):
         raise ConfigurationError(Problem(f"{where}: rope_scaling", scaling, "none: this drafter does not apply it"))
     return float(theta)

@@ -7,13 +7,25 @@ loss. Its weight is exp(-(k - 1) / gamma), if the position a + k is supervised a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+# Published decays: (block size, gamma). Between them linear, outside in proportion.
+_DECAYS = ((8, 4.0), (10, 5.0), (16, 7.0))
 _LOGITS = 1 << 26  # logits of one chunk: 256 MiB in fp32, whatever the vocabulary
+
+
+def default_decay(block_size: int) -> float:
+    """The paper's gamma for a block size: 4, 5, 7 for 8, 10, 16 (appendix A.1)."""
+    for (small, low), (large, high) in pairwise(_DECAYS):
+        if small <= block_size <= large:
+            return low + (high - low) * (block_size - small) / (large - small)
+    size, gamma = _DECAYS[0] if block_size < _DECAYS[0][0] else _DECAYS[-1]
+    return gamma * block_size / size
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
             correct[part] = logits.argmax(1) == labels[part]
             norm = logits.logsumexp(1, keepdim=True)
             losses[part] = (norm - picked)[:, 0]
+            if not ctx.needs_input_grad[0]:
+                continue
             probabilities = logits.sub_(norm).exp_()
             probabilities.scatter_add_(1, labels[part, None], torch.full_like(picked, -1.0))
             probabilities.mul_(weights[part, None])

@@ -48,7 +48,9 @@ def load_drafter(folder: Path) -> DFlashDrafter:
         if name in found and found[name] != shape
     ]
     if faults:
-        raise IntegrityError(f"{folder / 'model.safetensors'} does not fit its config.json: {'; '.join(sorted(faults))}")
+        raise IntegrityError(
+            f"{folder / 'model.safetensors'} does not fit its config.json: {'; '.join(sorted(faults))}"
+        )
     drafter = drafter.to(next(iter(tensors.values())).dtype)
     drafter.load_state_dict(tensors, strict=True)
     return drafter

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from tasks.contract.errors import ConfigurationError, Problem
+log = logging.getLogger("tasks")
 
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
@@ -22,27 +24,34 @@ _EMBEDDINGS = (
 _HEADS = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight")
 
 
-def read_target_ends(folder: Path, tied: bool, model_type: str, hidden_size: int) -> tuple[Tensor, Tensor]:
-    """Embedding and head of a checkpoint folder.
+def read_target_ends(
+    folder: Path, *, tied: bool, model_type: str, hidden_size: int, dtype: torch.dtype, trust_remote_code: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Embedding and head of a checkpoint folder, as real decoding uses them.
 
     Args:
         folder: with `*.safetensors` and, if there are several, `model.safetensors.index.json`.
         tied: the head is the embedding.
         model_type: of the text configuration; Gemma scales its embedding.
         hidden_size: for that scale.
+        dtype: of the result; the target's compute dtype.
+        trust_remote_code: for a checkpoint whose tensors have other names: then the whole model is loaded.
 
     Returns:
-        Two [V, H] tensors on the CPU, in the checkpoint's dtype; the embedding as blocks are fed (scaled for Gemma).
+        Two [V, H] tensors on the CPU, the very same one if tied and not scaled; the embedding as blocks are fed.
 
     Raises:
-        ConfigurationError: field `target`, naming the tensors looked for.
+        ConfigurationError: field `target`, if it cannot be loaded.
     """
     files = _tensor_files(folder)
-    embedding = _read(files, _EMBEDDINGS, "input embedding")
-    head = embedding if tied else _read(files, _HEADS, "output head")
+    names = next((n for n in _EMBEDDINGS if n in files), None), next((n for n in _HEADS if n in files), None)
+    if names[0] is None or (names[1] is None and not tied):
+        return _from_model(folder, dtype, trust_remote_code)
+    embedding = _read(files, names[0]).to(dtype)
+    head = embedding if tied or names[1] is None else _read(files, names[1]).to(dtype)
     if model_type.startswith("gemma"):
-        # Gemma multiplies the embedding by the root of the hidden size, rounded to the weight's dtype.
-        embedding = embedding * torch.tensor(hidden_size**0.5, dtype=embedding.dtype)
+        # As Gemma's embedding module does: times the root of the hidden size, rounded to the compute dtype.
+        embedding = embedding * torch.tensor(hidden_size**0.5, dtype=dtype)
     return embedding, head
 
 
@@ -57,9 +66,15 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _read(files: dict[str, Path], names: tuple[str, ...], what: str) -> Tensor:
-    for name in names:
-        if name in files:
-            with safe_open(str(files[name]), framework="pt") as file:
-                return file.get_tensor(name)
-    raise ConfigurationError(Problem("target", sorted(files)[:3], f"a checkpoint whose {what} is one of {names}"))
+def _read(files: dict[str, Path], name: str) -> Tensor:
+    with safe_open(str(files[name]), framework="pt") as file:
+        return cast(Tensor, file.get_tensor(name))
+
+
+def _from_model(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> tuple[Tensor, Tensor]:
+    from tasks.decoding.proposers import embedding_weight, head_weight
+    from tasks.target.loading import load_target_folder
+
+    log.info("embedding and head of %s have no usual name: loading the whole model for them", folder.name)
+    target = load_target_folder(folder, "cpu", dtype, trust_remote_code=trust_remote_code)
+    return embedding_weight(target).detach().clone(), head_weight(target).detach().clone()

@@ -10,13 +10,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from tasks.contract.errors import ConfigurationError, DataError, Problem, StorageError
 from tasks.contract.layers import LAYER_CONVENTION, check_layer_ids, huggingface_index, vllm_id
 from tasks.contract.receipt import Receipt, ReceiptRef
 from tasks.contract.stages import stage_key
-from tasks.data.states_shard import StatesHeader, StatesShardWriter
+from tasks.data.states_shard import StatesHeader
+from tasks.data.states_writer import STORED_DTYPES, StatesShardWriter
 from tasks.data.token_shard import TokenShard, read_token_shard
 from tasks.progress import Progress
 from tasks.stages.context import StageContext
@@ -25,7 +24,6 @@ from tasks.target.extraction import Extractor, self_check
 from tasks.target.loading import Target, open_target
 
 log = logging.getLogger("tasks")
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass
@@ -99,7 +97,9 @@ def _extract(ctx: StageContext, waiting: list[_Shard], layer_ids: list[int]) -> 
     spec = ctx.spec
     _self_check(ctx, target, waiting, layer_ids)
     samples = sum(s.receipt.counts["samples"] for s in waiting)
-    extractor = Extractor(target, layer_ids, spec.last_hidden, _DTYPES[spec.states_dtype], spec.extract_batch_tokens)
+    extractor = Extractor(
+        target, layer_ids, spec.last_hidden, STORED_DTYPES[spec.states_dtype], spec.extract_batch_tokens
+    )
     with ctx.progress(samples, "samples", "extract") as progress, extractor:
         meter = _Meter(progress)
         for shard in waiting:

@@ -11,12 +11,9 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from tasks.drafter.model import DFlashDrafter
-from tasks.drafter.serialization import load_drafter
 
 from tasks.contract.errors import DataError
 from tasks.contract.receipt import Receipt, canonical_json
@@ -30,6 +27,8 @@ from tasks.decoding.proposers import DrafterProposer
 from tasks.decoding.replay import ReferenceSequence, replay_steps
 from tasks.decoding.speculative import Seconds, SpeculativeText, speculative_decode
 from tasks.decoding.verification import Probe, probe_verification
+from tasks.drafter.model import DFlashDrafter
+from tasks.drafter.serialization import load_drafter
 from tasks.stages.context import StageContext
 from tasks.stages.reference import open_reference
 from tasks.target.loading import Target, open_target
@@ -221,10 +220,10 @@ def _publish(ctx: StageContext, measurement: Measurement, probe: Probe, target: 
     }
     writer.add(COUNTS, canonical_json(sums))
     writer.add(PAGE, page.encode())
-    plots = _draw(ctx.scratch(), real, by_slice)
-    for plot in plots:
-        writer.add(f"plots/{plot.name}", plot)
-    _log(ctx, by_slice, plots, page, notes)
+    ctx.figure(writer, accepted_by_position(real), "accepted_by_position.png")
+    ctx.figure(writer, accepted_per_step(real), "accepted_per_step.png")
+    ctx.figure(writer, acceptance_by_slice(by_slice), "acceptance_by_slice.png")
+    _log(ctx, by_slice, page, notes)
     counts = {
         "prompts": len(real.prompts),
         "prompts_without_steps": sum(not prompt.steps for prompt in real.prompts),
@@ -349,21 +348,8 @@ def _prompt_line(measured: Measured) -> dict[str, Any]:
     }
 
 
-def _draw(folder: Path, real: AcceptanceCount, by_slice: dict[str, AcceptanceCount]) -> list[Path]:
-    figures = {
-        "accepted_by_position.png": accepted_by_position(real),
-        "accepted_per_step.png": accepted_per_step(real),
-        "acceptance_by_slice.png": acceptance_by_slice(by_slice),
-    }
-    for name, figure in figures.items():
-        figure.savefig(folder / name, dpi=120)
-    return [folder / name for name in figures]
-
-
-def _log(
-    ctx: StageContext, by_slice: dict[str, AcceptanceCount], plots: list[Path], page: str, notes: list[str]
-) -> None:
-    """What the receipt's own metrics do not show: slices, plots, the coloured texts."""
+def _log(ctx: StageContext, by_slice: dict[str, AcceptanceCount], page: str, notes: list[str]) -> None:
+    """What the receipt's own metrics do not show: slices and the coloured texts."""
     tracker = ctx.tracker
     for name, count in by_slice.items():
         if count.steps:
@@ -375,8 +361,6 @@ def _log(
                     f"{place}/prompts": float(len(count.prompts)),
                 }
             )
-    for plot in plots:
-        tracker.log_file(plot, "measure")
     tracker.log_text(page, f"measure/{PAGE}")
     if notes:
         tracker.log_text("\n".join(notes) + "\n", "measure/notes.txt")

@@ -1,7 +1,7 @@
 """`smoke`: the complete chain on five samples, through the very same code, before any long run.
 
 Works in a scratch store laid over the run's own, so it leaves nothing there but its receipt: extract, verify, prove,
-check, one training step, one decoded prompt. With `smoke_hybrid` the whole chain, from rows to acceptance, also runs
+check, one training step, decoded prompts. With `smoke_hybrid` the whole chain, from rows to acceptance, also runs
 on a tiny random hybrid target, whose recurrent state exercises what an attention-only target never does.
 """
 
@@ -24,6 +24,7 @@ from tasks.tracking import NullTracker
 
 log = logging.getLogger("tasks")
 SAMPLES = 5
+PROMPTS = 2  # not one: an answer that ends at once has no verification step to measure
 _ONE_STEP = {"epochs": 1, "max_steps": 1, "measure_prompts": 1, "proof_samples": 1, "extract_groups": 1}
 
 
@@ -80,11 +81,15 @@ def _five_samples(ctx: StageContext, store: OverlayStore) -> Receipt:
         )
         entries.append({"ref": receipt.ref().model_dump(), "split": split, "samples": len(chosen), "tokens": tokens})
     writer = ArtifactWriter(store, "assemble", f"smoke-{ctx.request.key()}", attempt="smoke")
-    prompt = json.loads(ctx.fetch(assemble, "prompts.jsonl").read_text().splitlines()[0])
-    writer.add("prompts.jsonl", (json.dumps(prompt) + "\n").encode())
+    prompts = ctx.fetch(assemble, "prompts.jsonl").read_text().splitlines()[:PROMPTS]
+    writer.add("prompts.jsonl", "".join(line + "\n" for line in prompts).encode())
     return ctx.publish(
         writer,
-        counts={"samples": SAMPLES, "prompts": 1},
+        counts={
+            "samples": sum(entry["samples"] for entry in entries),
+            "tokens": sum(entry["tokens"] for entry in entries),
+            "prompts": len(prompts),
+        },
         details={"shards": entries, "slices": assemble.details["slices"]},
     )
 

@@ -20,7 +20,7 @@ from boto3.exceptions import Boto3Error
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
-from s3transfer.exceptions import S3DownloadFailedError  # type: ignore[import-untyped]
+from s3transfer.exceptions import S3DownloadFailedError
 
 from tasks.contract.errors import StorageError
 from tasks.storage.base import ObjectInfo

@@ -163,8 +163,8 @@ def load_target_folder(
     )
     if target.linear_attention == "pytorch":
         log.warning(
-            "target %s has recurrent layers and they run in PyTorch's reference implementation: install %s on a CUDA GPU "
-            "(a 27B Gated DeltaNet hybrid was measured at 0.6 of the speed without it)",
+            "target %s has recurrent layers and they run in PyTorch's reference implementation: install %s on a CUDA "
+            "GPU (a 27B Gated DeltaNet hybrid was measured at 0.6 of the speed without it)",
             name,
             "flash-linear-attention" if hasattr(text, "linear_num_value_heads") else "mamba-ssm",
         )

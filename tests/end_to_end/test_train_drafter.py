@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -59,15 +60,16 @@ def run_tasks(stack, arguments: list[str], **environment: str) -> subprocess.Com
 
 
 def trigger(stack, conf: dict[str, Any]) -> str:
-    stack.rest("PATCH", f"/dags/{DAG}", {"is_paused": False})
-    return str(stack.rest("POST", f"/dags/{DAG}/dagRuns", {"logical_date": None, "conf": conf})["dag_run_id"])
+    run = f"test-{secrets.token_hex(4)}"
+    stack.client.trigger(DAG, run, conf)
+    return run
 
 
 def wait(stack, run: str, seconds: float = 900, look: Callable[[], None] = lambda: None) -> str:
     """Wait for the run's end; returns its state. A failed task's log is shown."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        state = stack.rest("GET", f"/dags/{DAG}/dagRuns/{run}")["state"]
+        state = stack.client.run(DAG, run)["state"]
         if state in ("success", "failed"):
             return str(state)
         look()
@@ -76,7 +78,7 @@ def wait(stack, run: str, seconds: float = 900, look: Callable[[], None] = lambd
 
 
 def instances(stack, run: str) -> list[dict[str, Any]]:
-    return list(stack.client.rest_all(f"/dags/{DAG}/dagRuns/{run}/taskInstances", "task_instances"))
+    return list(stack.client.task_instances(DAG, run))
 
 
 def states(stack, run: str) -> dict[str, str]:
@@ -84,9 +86,7 @@ def states(stack, run: str) -> dict[str, str]:
 
 
 def result(stack, run: str, task: str, index: int = -1) -> dict[str, Any]:
-    path = f"/dags/{DAG}/dagRuns/{run}/taskInstances/{task}/xcomEntries/return_value?map_index={index}&deserialize=true"
-    value = stack.rest("GET", path)["value"]
-    return json.loads(value) if isinstance(value, str) else value
+    return dict(stack.client.xcom(DAG, run, task, index))
 
 
 def receipt(stack, run: str, task: str, index: int = -1) -> Receipt:
@@ -241,8 +241,8 @@ def test_plan_refuses_what_only_the_target_can_tell_all_at_once(stack, hybrid, t
 def test_an_unknown_parameter_names_the_nearest(stack, hybrid):
     run = trigger(stack, {**hybrid, "blokc_size": 4})
     assert wait(stack, run) == "failed"
-    log = json.dumps(stack.rest("GET", f"/dags/{DAG}/dagRuns/{run}/taskInstances/plan/logs/1?full_content=true"))
-    assert "did you mean 'block_size'" in log
+    log = stack.client.log_lines(DAG, run, "plan", -1, 1)
+    assert any("did you mean 'block_size'" in line for line in log)
 
 
 @pytest.mark.parametrize(

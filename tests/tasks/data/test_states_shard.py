@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tasks.contract.errors import IntegrityError
 from tasks.data.state_digest import row_digests, sample_digests
-from tasks.data.states_shard import (
-    StatesHeader,
-    StatesShard,
-    StatesShardWriter,
-    iterate_states,
-    part_bounds,
-    part_name,
-)
+from tasks.data.states_shard import StatesHeader, StatesShard, iterate_states
+from tasks.data.states_writer import StatesShardWriter, part_bounds, part_name
 from tasks.data.token_shard import Sample
 
 HEADER = StatesHeader((1, 4), "none", "t" * 64, "k" * 32, ("chat", "code"))
@@ -179,7 +174,7 @@ def test_parts_hold_whole_samples_in_order(sizes: list[int], limit: int) -> None
     bounds = part_bounds(sizes, limit)
     assert bounds[0][0] == 0
     assert bounds[-1][1] == len(sizes)
-    assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(bounds))
     for start, end in bounds:
         assert end - start <= 1 or sum(sizes[start:end]) <= limit
         assert end > start or not sizes

@@ -23,10 +23,10 @@ LIMIT = 28
 @pytest.mark.parametrize(
     ("family", "sliding"),
     [
-        ("qwen3", True),
-        ("qwen3_5", False),
+        ("qwen3_5", True),
+        pytest.param("qwen3_5", False, marks=pytest.mark.slow),
         pytest.param("qwen3", False, marks=pytest.mark.slow),
-        pytest.param("qwen3_5", True, marks=pytest.mark.slow),
+        pytest.param("qwen3", True, marks=pytest.mark.slow),
         pytest.param("gemma3", False, marks=pytest.mark.slow),
     ],
 )
@@ -63,10 +63,10 @@ def test_replay_knows_end_tokens_and_limits() -> None:
     drafter = tiny_drafter(target, LAYER_IDS, BLOCK)
     train_briefly(drafter, target, [reference_sequence(target, LAYER_IDS, ids, whole, LIMIT)])
     proposer = DrafterProposer(drafter, target)
-    firsts = [i for i in range(12) if whole[i] not in whole[:i]]
+    firsts = [i for i in range(8) if whole[i] not in whole[:i]]
     assert firsts[0] == 0  # the case of an answer that ends at once
     cut_by_end = 0
-    for place, limit in [*((i, LIMIT) for i in firsts), *((None, limit) for limit in (1, 2, 5, 6, 7, 12))]:
+    for place, limit in [*((i, LIMIT) for i in firsts), *((None, limit) for limit in (1, 2, 6, 7))]:
         eos = [] if place is None else [whole[place]]
         ending = with_eos(target, *eos)
         tokens = greedy_decode(ending, ids, max_new_tokens=limit).tokens

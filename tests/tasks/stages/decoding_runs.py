@@ -40,7 +40,7 @@ class DecodingRun:
             "compute_dtype": "float32",
             "device": "cpu",
             "block_size": 4,
-            "max_new_tokens": 24,
+            "max_new_tokens": 14,
             "mask_token": 3,
         }
         self.spec = RunSpec(target=str(self.target_folder), **{**defaults, **fields})

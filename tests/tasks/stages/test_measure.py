@@ -103,8 +103,8 @@ def test_a_trained_drafter_is_measured_checked_and_shown(run: DecodingRun, refer
     assert sum(len(line["accepted"]) for line in lines) == receipt.counts["steps"]
     # What people look at.
     plots = ["accepted_by_position.png", "accepted_per_step.png", "acceptance_by_slice.png"]
-    assert tracker.files == [f"measure/{name}" for name in plots]
-    assert {f"plots/{name}" for name in plots} < {stored.name for stored in receipt.objects}
+    assert tracker.files == [f"plots/{name}" for name in plots]
+    assert {f"figures/{name}" for name in plots} < {stored.name for stored in receipt.objects}
     page = tracker.texts["measure/prompts.html"]
     assert page == run.path(receipt, "prompts.html").read_text()
     assert "class='draft" in page
@@ -113,11 +113,22 @@ def test_a_trained_drafter_is_measured_checked_and_shown(run: DecodingRun, refer
     assert len(settings["prompt_set"]) == 64
 
 
-def test_a_random_drafter_is_lossless_and_the_reason_is_said(run: DecodingRun, reference: Receipt) -> None:
-    """ACC-04, ACC-13."""
+def test_a_random_drafter_is_lossless_and_the_reason_is_said(
+    run: DecodingRun, reference: Receipt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ACC-04, ACC-13. The drafter sees states in the stored dtype."""
+    seen = []
+    decode = stage.speculative_decode
+
+    def listening(*args: object, **kwargs: object) -> object:
+        seen.append(kwargs["states_dtype"])
+        return decode(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stage, "speculative_decode", listening)
     receipt = _measure(run, _train(run, reference, "random", steps=0), reference)
     assert 1.0 <= receipt.metrics["acceptance_length"] < 1.1
     assert receipt.details["lossless"] is True
+    assert set(seen) == {torch.float32}
     assert any("nearly 1.0" in note for note in receipt.details["notes"])
 
 
@@ -159,18 +170,3 @@ def test_a_drafter_of_other_layers_is_refused(run: DecodingRun, reference: Recei
     train = _train(run, reference, "layers", steps=0, layer_ids=[0, 3, 5])
     with pytest.raises(DataError, match=r"layer ids \[0, 3, 5\], reference has \[1, 4, 6\]"):
         _measure(run, train, reference)
-
-
-def test_states_reach_the_drafter_in_the_stored_dtype(
-    run: DecodingRun, reference: Receipt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    decode = stage.speculative_decode
-
-    def listening(*args: object, **kwargs: object) -> object:
-        seen.append(kwargs["states_dtype"])
-        return decode(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(stage, "speculative_decode", listening)
-    _measure(run, _train(run, reference, "random", steps=0), reference)
-    assert set(seen) == {torch.float32}

@@ -26,11 +26,11 @@ def test_texts_and_states_are_those_of_the_plain_target(run: DecodingRun) -> Non
     assert [s.prompt_id for s in sequences] == ["00aa", "01bb", "02cc"]
     assert [s.slice for s in sequences] == ["code", "chat", "code"]
     for sequence, prompt in zip(sequences, PROMPTS, strict=True):
-        plain = greedy_decode(target, prompt["input_ids"], max_new_tokens=24)
+        plain = greedy_decode(target, prompt["input_ids"], max_new_tokens=14)
         assert sequence.prompt_ids == prompt["input_ids"]
         assert sequence.answer == plain.tokens
         assert sequence.ended == plain.ended
-        assert sequence.limit == 24
+        assert sequence.limit == 14
         assert sequence.margins.tolist() == pytest.approx(plain.margins, rel=1e-4)
         with torch.no_grad():
             hidden = target.model(sequence.input_ids[None], output_hidden_states=True).hidden_states

@@ -54,7 +54,9 @@ FAMILIES: dict[str, Any] = {
     "qwen3_5_moe": lambda: tf.Qwen3_5MoeTextConfig(
         **_BASE, **_LINEAR, **_EXPERTS, num_hidden_layers=4, rope_parameters=_MROPE
     ),
-    "qwen3_next": lambda: tf.Qwen3NextConfig(**_BASE, **_LINEAR, **_EXPERTS, num_hidden_layers=8, rope_parameters=_ROPE),
+    "qwen3_next": lambda: tf.Qwen3NextConfig(
+        **_BASE, **_LINEAR, **_EXPERTS, num_hidden_layers=8, rope_parameters=_ROPE
+    ),
     "gemma3": lambda: tf.Gemma3TextConfig(
         **_BASE, num_hidden_layers=6, sliding_window=32, query_pre_attn_scalar=16, tie_word_embeddings=True
     ),
@@ -85,6 +87,10 @@ FAMILIES: dict[str, Any] = {
         **{k: v for k, v in _BASE.items() if k not in ("head_dim", "num_key_value_heads")}, num_hidden_layers=4
     ),
 }  # fmt: skip
+
+
+# One of each kind of layer; the others take seconds to import.
+QUICK = ("qwen3", "llama", "qwen3_5", "qwen3_5_multimodal", "qwen3_next", "gemma3", "gpt_oss", "lfm2")
 
 
 def build(family: str, folder: Path) -> Path:

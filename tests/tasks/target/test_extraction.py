@@ -16,7 +16,7 @@ from tasks.target.capture import LayerCapture, truncated
 from tasks.target.extraction import Extractor, plan_batches, self_check
 from tasks.target.loading import Target, load_target_folder
 from tasks.target.plain import plain_states
-from tests.tasks.target.families import FAMILIES
+from tests.tasks.target.families import FAMILIES, QUICK
 
 LENGTHS = (5, 12, 9, 40, 7, 33, 6, 11)
 
@@ -31,7 +31,9 @@ def extract(target: Target, ids: list[int], texts: list[np.ndarray], budget: int
         return {e.index: e for batch in extractor.extract(texts) for e in batch}
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in sorted(FAMILIES)]
+)
 def test_every_family_stores_the_outputs_of_its_layers(family: str, checkpoint: Callable[[str], Path]) -> None:
     """EXT-06, EXT-08, EXT-09, EXT-12: padded batches equal plain single passes; the last id is before the norm."""
     target = load_target_folder(checkpoint(family))
@@ -132,9 +134,12 @@ def test_wrong_layer_ids_are_refused(ids: list[int], checkpoint: Callable[[str],
 
 def test_layer_list_and_hooks_are_restored_after_an_error(checkpoint: Callable[[str], Path]) -> None:
     target = load_target_folder(checkpoint("qwen3"))
-    with pytest.raises(KeyError), Extractor(target, [1]):
+    broken = target.layers[1].register_forward_hook(lambda *_: {}["an error in mid-forward"])
+    with Extractor(target, [1]) as extractor:
         assert len(target.decoder.layers) == 2
-        raise KeyError
+        with pytest.raises(KeyError):
+            list(extractor.extract(sequences((4,))))
+    broken.remove()
     assert target.decoder.layers is target.layers
     assert not any(layer._forward_hooks for layer in target.layers)
     with pytest.raises(ValueError, match=r"0\.\.3"), truncated(target, 4):
