@@ -43,14 +43,14 @@ $(BOOT)/.installed: requirements/boot.txt
 $(AIRFLOW)/.installed: requirements/airflow.txt $(BOOT)/.installed
 	@test -x $(AIRFLOW)/bin/python || $(UV) venv --quiet --no-project --python $(PYTHON) $(AIRFLOW)
 	@echo "Installing $(AIRFLOW)"
-	@$(UV) pip sync --quiet --python $(AIRFLOW)/bin/python --require-hashes requirements/airflow.txt
+	@$(UV) pip sync --quiet --compile-bytecode --python $(AIRFLOW)/bin/python --require-hashes requirements/airflow.txt
 	@touch $@
 
 $(TASKS)/.installed: requirements/tasks.txt requirements/demo-target.txt $(BOOT)/.installed
 	@test -x $(TASKS)/bin/python || $(UV) venv --quiet --no-project --python $(PYTHON) $(TASKS)
 	@rm -f $(TASKS)/.torch-*
 	@echo "Installing $(TASKS)"
-	@$(UV) pip sync --quiet --python $(TASKS)/bin/python --require-hashes requirements/tasks.txt
+	@$(UV) pip sync --quiet --compile-bytecode --python $(TASKS)/bin/python --require-hashes requirements/tasks.txt
 	@$(UV) pip install --quiet --python $(TASKS)/bin/python --no-deps --require-hashes -r requirements/demo-target.txt
 	@touch $@
 

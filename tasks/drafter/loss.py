@@ -16,7 +16,8 @@ from torch.nn import functional
 
 # Published decays: (block size, gamma). Between them linear, outside in proportion.
 _DECAYS = ((8, 4.0), (10, 5.0), (16, 7.0))
-_LOGITS = 1 << 26  # logits of one chunk: 256 MiB in fp32, whatever the vocabulary
+# Logits of one chunk. On a CPU they should stay near its caches (32 MiB); on a GPU 1 GiB in fp32 fills it.
+_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 
 
 def default_decay(block_size: int) -> float:
@@ -73,20 +74,21 @@ class _HeadCrossEntropy(torch.autograd.Function):
         gradient = torch.empty_like(hidden)
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         correct = torch.empty(len(hidden), dtype=torch.bool, device=hidden.device)
-        rows = max(_LOGITS // len(head), 1)
+        rows = max(_LOGITS.get(head.device.type, 1 << 28) // len(head), 1)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
+            label, weight = labels[part, None], weights[part, None]
             logits = functional.linear(hidden[part], head).float()
-            picked = logits.gather(1, labels[part, None])
-            correct[part] = logits.argmax(1) == labels[part]
-            norm = logits.logsumexp(1, keepdim=True)
-            losses[part] = (norm - picked)[:, 0]
-            if not ctx.needs_input_grad[0]:
-                continue
-            probabilities = logits.sub_(norm).exp_()
-            probabilities.scatter_add_(1, labels[part, None], torch.full_like(picked, -1.0))
-            probabilities.mul_(weights[part, None])
-            gradient[part] = probabilities.to(head.dtype) @ head
+            first = logits.argmax(1, keepdim=True)
+            correct[part] = (first == label)[:, 0]
+            largest, picked = logits.gather(1, first), logits.gather(1, label)
+            powers = logits.sub_(largest).exp_()
+            total = powers.sum(1, keepdim=True)
+            losses[part] = (largest + total.log() - picked)[:, 0]
+            if ctx.needs_input_grad[0]:
+                slopes = powers.mul_(weight / total)
+                slopes.scatter_add_(1, label, -weight)
+                gradient[part] = slopes.to(head.dtype) @ head
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(correct)
         return (losses * weights).sum(), correct

@@ -24,8 +24,11 @@ from tasks.target.plain import plain_states
 
 log = logging.getLogger("tasks")
 
-# Largest mean relative L2 error between a padded batch and one sample alone that is only rounding.
-SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+# Largest mean relative L2 error between a padded batch and one sample alone that is only rounding. In bfloat16, for
+# samples as short as these, other matrix kernels run for two samples than for one: 0.005, 0.024, 0.036 were measured
+# after layers 1, 15, 29 of a random 4B hybrid (H200, PyTorch's reference kernels), and 0.058 between either and
+# float32. States of a neighbouring layer are off by 0.18 and more there, those of another sample by 1.4.
+SELF_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _SELF_CHECK_TOKENS = 48
 
 

@@ -103,7 +103,7 @@ def test_default_decay(block: int, gamma: float) -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_fused_loss_and_gradient_are_the_plain_ones(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = 37
-    monkeypatch.setattr(module, "_LOGITS", chunk * vocabulary)
+    monkeypatch.setitem(module._LOGITS, "cpu", chunk * vocabulary)
     hidden, head = normal(20, 12, seed=1).requires_grad_(), normal(vocabulary, 12, seed=2)
     labels, weights = torch.arange(20) % vocabulary, torch.rand(20, generator=torch.Generator().manual_seed(0))
     total, right = head_cross_entropy(hidden, head, labels, weights)
@@ -140,7 +140,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
 
 
 def test_large_logits_do_not_overflow_and_logits_stay_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOGITS", 64)
+    monkeypatch.setitem(module._LOGITS, "cpu", 64)
     seen = []
     linear = functional.linear
     monkeypatch.setattr(module.functional, "linear", lambda h, w: seen.append(len(h)) or linear(h, w))
