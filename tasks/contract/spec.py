@@ -160,7 +160,7 @@ class RunSpec(BaseModel):
 
     # ---- Drafter ----------------------------------------------------------------------------------------------------
     block_size: int = _field(
-        8,
+        4,
         "Drafter",
         "Block size",
         "Tokens of a draft block, the anchor included: block size - 1 draft tokens.",
@@ -229,7 +229,7 @@ class RunSpec(BaseModel):
     )
 
     # ---- Training ---------------------------------------------------------------------------------------------------
-    epochs: int = _field(6, "Training", "Epochs", "Passes over the training samples.", stages=_DRAFTER, ge=1, le=1000)
+    epochs: int = _field(8, "Training", "Epochs", "Passes over the training samples.", stages=_DRAFTER, ge=1, le=1000)
     max_steps: int | None = _field(
         None,
         "Training",
@@ -239,7 +239,7 @@ class RunSpec(BaseModel):
         ge=1,
     )
     batch_tokens: int = _field(
-        2048,
+        1024,
         "Training",
         "Tokens per step",
         "Context tokens of one optimizer step, whole samples.",
@@ -247,7 +247,7 @@ class RunSpec(BaseModel):
         ge=64,
     )
     anchors: int = _field(
-        512,
+        8,
         "Training",
         "Anchors per sample",
         "At most so many blocks are drawn from a sample, anew each epoch.",
@@ -255,7 +255,7 @@ class RunSpec(BaseModel):
         ge=1,
         le=8192,
     )
-    learning_rate: float = _field(6e-4, "Training", "Learning rate", "Peak of the cosine.", stages=_DRAFTER, gt=0, le=1)
+    learning_rate: float = _field(1e-3, "Training", "Learning rate", "Peak of the cosine.", stages=_DRAFTER, gt=0, le=1)
     warmup_share: float = _field(0.04, "Training", "Warm-up", "Share of the steps.", stages=_DRAFTER, ge=0, lt=1)
     weight_decay: float = _field(0.0, "Training", "Weight decay", "AdamW's.", stages=_DRAFTER, ge=0, le=1)
     grad_clip: float = _field(1.0, "Training", "Gradient clip", "Global norm.", stages=_DRAFTER, gt=0)
@@ -275,7 +275,7 @@ class RunSpec(BaseModel):
         stages=("assemble", "train", "smoke", "prove"),
         ge=0,
     )
-    checkpoint_steps: int = _field(50, "Training", "Checkpoint interval", "Optimizer steps.", ge=1)
+    checkpoint_steps: int = _field(100, "Training", "Checkpoint interval", "Optimizer steps.", ge=1)
     evaluate_steps: int = _field(
         100,
         "Training",
@@ -287,10 +287,10 @@ class RunSpec(BaseModel):
 
     # ---- Measurement ------------------------------------------------------------------------------------------------
     measure_prompts: int = _field(
-        16, "Measurement", "Prompts", "Held-out prompts to decode.", stages=("assemble",), ge=1, le=100000
+        12, "Measurement", "Prompts", "Held-out prompts to decode.", stages=("assemble",), ge=1, le=100000
     )
     max_new_tokens: int = _field(
-        48,
+        40,
         "Measurement",
         "Answer limit",
         "Tokens decoded for each prompt.",
