@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tasks.chain import Chain, run_chain
 from tasks.contract.errors import DataError
+from tasks.contract.presets import spec_from_form
 from tasks.contract.receipt import Receipt, ReceiptRef
-from tasks.contract.spec import RunSpec
 from tasks.data.token_shard import Sample, TokenShard, read_token_shard, write_token_shard
 from tasks.stages.context import StageContext
 from tasks.storage.artifact import ArtifactWriter
@@ -47,7 +47,7 @@ def run(ctx: StageContext) -> Receipt:
 
 def _real_target(ctx: StageContext, folder: Path) -> Chain:
     spec = ctx.spec.model_copy(update={**_ONE_STEP, "max_new_tokens": min(8, ctx.spec.max_new_tokens)})
-    store = OverlayStore(FolderStore(str(folder)), ctx.store)
+    store = OverlayStore(FolderStore(folder), ctx.store)
     chain = Chain(spec, store.root, f"smoke-{ctx.request.run.run_id}", store, NullTracker(), ctx.cache)
     chain.use(ctx.receipt("target"))
     chain.use(_five_samples(ctx, store))
@@ -117,8 +117,8 @@ def _tiny_hybrid(ctx: StageContext, folder: Path) -> float:
     target = write_tiny_hybrid(folder / "target")
     rows = folder / "rows.jsonl"
     rows.write_text("\n".join(json.dumps(row) for row in SAMPLE_ROWS) + "\n")
-    spec = RunSpec(
-        **{
+    spec = spec_from_form(
+        {
             **_ONE_STEP,
             "target": str(target),
             "sources": [str(rows)],

@@ -14,6 +14,7 @@ from typing import Any
 from tasks.contract.errors import ConfigurationError, Problem
 from tasks.contract.receipt import canonical_json
 from tasks.contract.spec import RunSpec
+from tasks.target.gguf_once import gguf_parsed_once
 from tasks.target.location import (
     INDEX_FILE,
     TargetSource,
@@ -87,7 +88,8 @@ def read_target_facts(spec: RunSpec, folder: Path) -> TargetFacts:
     """
     source = parse_target(spec)
     if source.kind == "gguf":
-        return _gguf_facts(source)
+        with gguf_parsed_once():
+            return _gguf_facts(source)
     if source.kind == "hub":
         snapshot = hub_snapshot(source)
         local = fetch_files(source, small_files(snapshot.files), folder, snapshot.commit)

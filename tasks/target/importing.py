@@ -10,6 +10,7 @@ from typing import Any
 from tasks.contract.receipt import canonical_json
 from tasks.target.digests import sha256_of
 from tasks.target.facts import gguf_dtype, read_tokenizer
+from tasks.target.gguf_once import gguf_parsed_once
 from tasks.target.location import (
     CONFIG_FILES,
     INDEX_FILE,
@@ -39,7 +40,8 @@ def local_checkpoint(source: TargetSource, scratch: Path) -> tuple[Path, list[st
         of the receipt: kind `store` for what was converted, else the target's own place).
     """
     if source.kind == "gguf":
-        dequantize(source, scratch)
+        with gguf_parsed_once():
+            dequantize(source, scratch)
         return scratch, _relevant([p.name for p in scratch.iterdir()], scratch, source), {"kind": "store"}
     if source.kind == "folder":
         names = _relevant(list(list_files(source)), source.path, source)

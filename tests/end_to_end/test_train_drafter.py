@@ -1,4 +1,4 @@
-"""The Dag `train_drafter` for real: Airflow, S3, MLflow, and a tiny random hybrid target (3 Gated DeltaNet : 1 full)."""
+"""The Dag `train_drafter` for real: Airflow, S3, MLflow, and a tiny hybrid target (3 Gated DeltaNet : 1 full)."""
 
 from __future__ import annotations
 
