@@ -26,7 +26,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "draft_layers": 5,
         "sliding_layers": 4,
         "sliding_window": 2048,
-        "epochs": 6,
         "batch_tokens": 65_536,
         "anchors": 512,
         "learning_rate": 6e-4,

@@ -229,7 +229,7 @@ class RunSpec(BaseModel):
     )
 
     # ---- Training ---------------------------------------------------------------------------------------------------
-    epochs: int = _field(8, "Training", "Epochs", "Passes over the training samples.", stages=_DRAFTER, ge=1, le=1000)
+    epochs: int = _field(6, "Training", "Epochs", "Passes over the training samples.", stages=_DRAFTER, ge=1, le=1000)
     max_steps: int | None = _field(
         None,
         "Training",
