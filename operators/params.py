@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from airflow.sdk import Param
 
-from tasks.contract.presets import DEFAULT_PRESET, PRESETS
+from tasks.contract.presets import DEFAULT_PRESET, PRESETS, PURPOSES
 from tasks.contract.spec import RunSpec, field_section
 
 _LIMITS = (
@@ -26,10 +26,7 @@ def form_params() -> dict[str, Param]:
 
 
 def _preset() -> Param:
-    lines = []
-    for name, values in PRESETS.items():
-        differs = ", ".join(f"{field} {_shown(value)}" for field, value in values.items())
-        lines.append(f"- **{name}**: {differs or 'the defaults named at each field'}")
+    lines = [f"- **{name}**: {PURPOSES[name]}" for name in PRESETS]
     return Param(
         DEFAULT_PRESET,
         type="string",

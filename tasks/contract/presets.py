@@ -12,11 +12,8 @@ from tasks.contract.errors import ConfigurationError, Problem
 from tasks.contract.spec import RunSpec
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # SmolLM2-135M-Instruct on the shipped chats: minutes on two CPU cores.
     "demo": {},
-    # The demo's target and data, 64 samples and a handful of steps: does everything work here?
     "smoke": {"max_samples": 64, "epochs": 1, "max_steps": 10, "measure_prompts": 2, "max_new_tokens": 16},
-    # The published geometry of Qwen3.6-27B-DFlash, the paper's training settings.
     "reference": {
         "target": "Qwen/Qwen3.6-27B",
         "max_length": 4096,
@@ -26,6 +23,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "draft_layers": 5,
         "sliding_layers": 4,
         "sliding_window": 2048,
+        "epochs": 6,
         "batch_tokens": 65_536,
         "anchors": 512,
         "learning_rate": 6e-4,
@@ -38,6 +36,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "extract_batch_tokens": 16_384,
         "smoke_hybrid": False,
     },
+}
+PURPOSES = {
+    "demo": "SmolLM2-135M-Instruct on the shipped chats, minutes on two CPU cores",
+    "smoke": "the demo's target and data, 64 samples and ten steps: does everything work here?",
+    "reference": "Qwen3.6-27B on GPUs: the published drafter's geometry, the paper's training; name your chats",
 }
 DEFAULT_PRESET = "demo"
 

@@ -229,7 +229,7 @@ class RunSpec(BaseModel):
     )
 
     # ---- Training ---------------------------------------------------------------------------------------------------
-    epochs: int = _field(6, "Training", "Epochs", "Passes over the training samples.", stages=_DRAFTER, ge=1, le=1000)
+    epochs: int = _field(5, "Training", "Epochs", "Passes over the training samples.", stages=_DRAFTER, ge=1, le=1000)
     max_steps: int | None = _field(
         None,
         "Training",
@@ -287,7 +287,7 @@ class RunSpec(BaseModel):
 
     # ---- Measurement ------------------------------------------------------------------------------------------------
     measure_prompts: int = _field(
-        12, "Measurement", "Prompts", "Held-out prompts to decode.", stages=("assemble",), ge=1, le=100000
+        8, "Measurement", "Prompts", "Held-out prompts to decode.", stages=("assemble",), ge=1, le=100000
     )
     max_new_tokens: int = _field(
         40,
