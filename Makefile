@@ -20,6 +20,9 @@ export UV_PYTHON_DOWNLOADS := never
 export UV_SYSTEM_CERTS := true
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Tests run tiny models: more threads only wait for each other, on a loaded machine for seconds at a time.
+lint test test-quick test-full: export OMP_NUM_THREADS := 1
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install install-dev lock demo up stop status clean distclean lint test test-quick test-full

@@ -62,6 +62,8 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     environment["DRAFTER_HOME"] = str(tmp_path_factory.mktemp("stack") / "home")
     # Tests kill tasks: five minutes until Airflow notices are too long. Below one a loaded machine gives false alarms.
     environment.setdefault(HEARTBEAT, "60")
+    # Tiny models: more threads only wait for each other, on a loaded machine for seconds a token.
+    environment.setdefault("OMP_NUM_THREADS", "1")
     try:
         settings = embedded.up(environment)
     except EmbeddedError as error:

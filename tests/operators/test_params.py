@@ -50,7 +50,7 @@ def test_field_has_what_the_form_shows(name):
 
 
 def test_description_says_what_other_presets_use():
-    assert FORM["block_size"].schema["description_md"].endswith("Default: `8`; reference: `16`.")
+    assert FORM["block_size"].schema["description_md"].endswith("Default: `4`; reference: `16`.")
     assert "Default: resolved by `plan`." in FORM["layer_ids"].schema["description_md"]
 
 

@@ -17,6 +17,7 @@ from tasks.stages import assemble, target, tokenize
 from tasks.stages.context import StageContext, StageFunction
 from tasks.storage import open_store
 from tasks.storage.artifact import fetch_object
+from tasks.target.source import target_fingerprint
 from tasks.tracking import NullTracker
 
 WORDS = ["rain", "bread", "glass", "salt", "wool", "steel", "paper", "light", "stone", "river"]
@@ -59,7 +60,7 @@ class Run:
         self.spec = RunSpec(
             **{"target": str(target_folder), "max_length": 256, "shard_tokens": 256, "validation_share": 0.25, **fields}
         )
-        self.target_ref = self._run("target", target.run, {}, {}).ref()
+        self.target_ref = self._run("target", target.run, {}, {"fingerprint": target_fingerprint(self.spec)}).ref()
 
     def request(
         self, stage: str, inputs: dict[str, list[ReceiptRef]], args: dict[str, Any], spec: RunSpec | None = None
