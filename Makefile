@@ -115,7 +115,9 @@ CODE := $(wildcard dags operators plugins tasks tests)
 TASKS_TESTS := $(wildcard tests/tasks tests/contract)
 # tests/tasks/storage runs a real S3 server, which stands in Airflow's environment.
 AIRFLOW_TESTS := $(wildcard tests/operators tests/dags tests/plugins tests/tasks/storage tests/test_*.py)
-PYTEST_TASKS = $(TASKS)/bin/python -m pytest $(TASKS_TESTS) --ignore=tests/tasks/storage
+# Processes for the tests of the tasks side; the other side starts servers, which have the machine for themselves.
+JOBS ?= 2
+PYTEST_TASKS = $(TASKS)/bin/python -m pytest $(TASKS_TESTS) --ignore=tests/tasks/storage -n $(JOBS)
 PYTEST_AIRFLOW = $(AIRFLOW)/bin/python -m pytest $(AIRFLOW_TESTS)
 
 lint: install install-dev ## Format, lint, types
